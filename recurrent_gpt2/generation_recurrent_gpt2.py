@@ -45,7 +45,7 @@ class LoopGenerationMixin:
     generate_batch = init_continuous_batching
 
     def draft(self, num_loops: int | list[int], exit_policy: Any = None):
-        """This model with other loops and the same weights, to draft for it: `generate(assistant_model=model.draft(2))`."""
+        """This model with fewer loops and the same weights, to be the `assistant_model` of `generate`."""
         draft = copy.copy(self)
         draft.generation_config = copy.deepcopy(self.generation_config)
         draft.generation_config.num_loops = self.config.loops_per_group(num_loops)
