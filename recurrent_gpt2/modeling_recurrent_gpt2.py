@@ -270,16 +270,20 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         self.layers = nn.ModuleList(RecurrentGPT2Block(config, index) for index in range(config.num_hidden_layers))
         self.loop_inputs = nn.ModuleList(RecurrentGPT2LoopInput(config) for _ in config.loop_groups)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        start_noise = torch.empty(len(config.loop_groups), config.max_position_embeddings, config.hidden_size)
-        self.register_buffer("start_noise", start_noise, persistent=False)  # filled by `_init_weights`
+        self.register_buffer("start_noise", self.make_start_noise(), persistent=False)
         self.gradient_checkpointing = False
         self.post_init()
 
     def make_start_noise(self) -> torch.Tensor:
         """The noise of eval mode, [groups, positions, hidden]: a fixed function of seed, group and position."""
-        noise = torch.empty(self.start_noise.shape, dtype=torch.float32, device="cpu")
+        config = self.config
+        noise = torch.empty(len(config.loop_groups), config.max_position_embeddings, config.hidden_size)
+        if noise.device.type == "meta":  # while a checkpoint is loaded; `_init_weights` makes it again
+            return noise
         for group, of_group in enumerate(noise):
-            _fill_with_noise(of_group, torch.Generator().manual_seed(self.config.noise_seed * 1_000_003 + group))
+            on_cpu = torch.empty(of_group.shape, dtype=torch.float32, device="cpu")
+            seed = config.noise_seed * 1_000_003 + group
+            of_group.copy_(_fill_with_noise(on_cpu, torch.Generator().manual_seed(seed)))
         return noise
 
     @merge_with_config_defaults
