@@ -1,0 +1,122 @@
+"""A recipe: everything that a run depends on, in one flat YAML file, any field of which the command line may override."""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from recurrent_gpt2 import RecurrentGPT2Config
+
+from .data import Source
+
+
+@dataclass
+class DataArguments:
+    """
+    Args:
+        sources: Paths or mappings, see `training.data.Source`.
+        tokenizer: Name on the Hub, folder, or `train`: train one on the corpus.
+        tokenizer_vocab_size: Entries of a tokenizer that is trained.
+        tokenizer_characters: Characters of text that it is trained on.
+        block_size: Tokens of a training sequence; all positions of the model when left out.
+        validation_fraction: Share of documents held out.
+        eval_blocks: Blocks that the loss is evaluated on.
+        data_cache: Folder for tokenized text.
+    """
+
+    sources: list[Any] = field(default_factory=lambda: ["python-docs"])
+    tokenizer: str = "train"
+    tokenizer_vocab_size: int = 8192
+    tokenizer_characters: int = 20_000_000
+    block_size: int | None = None
+    validation_fraction: float = 0.01
+    eval_blocks: int = 64
+    data_cache: str = "~/.cache/recurrent_gpt2"
+
+
+@dataclass
+class RecurrentTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and:
+
+    Args:
+        compile: Compile each block (not the loop, so that new loop counts need no new compilation).
+        resume: Go on from the newest whole checkpoint in `output_dir`.
+        from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
+        geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
+        geometry_blocks: Held-out blocks that it is measured on.
+    """
+
+    compile: bool = False
+    resume: bool = False
+    from_gpt2: str | None = None
+    geometry_loops: int = 0
+    geometry_blocks: int = 4
+
+
+# `use_cache` is a field of TrainingArguments too, and says nothing about the model.
+MODEL_FIELDS = tuple(name for name in RecurrentGPT2Config.__annotations__ if name != "use_cache")
+
+
+@dataclass
+class Recipe:
+    model: dict[str, Any]  # fields of RecurrentGPT2Config
+    data: DataArguments
+    training: RecurrentTrainingArguments
+
+    @property
+    def sources(self) -> list[Source]:
+        return [Source.parse(source) for source in self.data.sources]
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads a recipe and applies overrides of the form `--field value` (or `--field` alone, for true)."""
+    path = Path(path)
+    if not path.is_file():
+        known = ", ".join(str(file) for file in sorted(Path(__file__).parent.glob("recipes/*.yaml")))
+        raise FileNotFoundError(f"there is no recipe {path}. The project has: {known}.")
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"recipe {path} must be a mapping of fields to values.")
+    settings.update(parse_overrides(overrides or []))
+    return make_recipe(settings)
+
+
+def make_recipe(settings: dict[str, Any]) -> Recipe:
+    parts = {part: {f.name for f in fields(part) if f.init} for part in (DataArguments, RecurrentTrainingArguments)}
+    known = {*MODEL_FIELDS, *(name for names in parts.values() for name in names)}
+    for name in settings:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"a recipe has no field {name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
+    if isinstance(settings.get("sources"), str | dict):
+        settings = {**settings, "sources": [settings["sources"]]}
+    data, training = (
+        HfArgumentParser(part).parse_dict({k: v for k, v in settings.items() if k in names})[0]
+        for part, names in parts.items()
+    )
+    return Recipe({name: settings[name] for name in MODEL_FIELDS if name in settings}, data, training)
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    name = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, _, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            overrides[name] = _value(value) if value else True
+        elif name is None or overrides[name] is not True:
+            raise ValueError(f"{argument!r} does not follow the name of a field: write --field value.")
+        else:
+            overrides[name] = _value(argument)
+    return overrides
+
+
+def _value(text: str) -> Any:
+    try:  # YAML takes 1e-3 for a string
+        return float(text) if not text.lstrip("+-").isdigit() else int(text)
+    except ValueError:
+        return yaml.safe_load(text)

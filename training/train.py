@@ -1,0 +1,166 @@
+"""Trains a model by a recipe: `python -m training.train training/recipes/smoke.yaml --max_steps 100`.
+
+`torchrun` and `accelerate launch` run the same command on more processes or machines.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+
+from .data import BlockMaker, Source, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
+from .recipe import Recipe, load_recipe
+from .tokenizer import load_tokenizer, train_tokenizer
+from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, stream_position
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> RecurrentTrainer:
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Any field of the recipe: --field value")
+    parser.add_argument("recipe", help="a YAML file")
+    known, overrides = parser.parse_known_args(arguments)
+    recipe = load_recipe(known.recipe, overrides)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers.utils.logging.set_verbosity_warning()
+    return run(recipe)
+
+
+def run(recipe: Recipe) -> RecurrentTrainer:
+    args = recipe.training
+    checkpoint = find_checkpoint(recipe)
+    set_seed(args.seed)
+    with args.main_process_first(desc="data"):
+        tokenizer = make_tokenizer(recipe, checkpoint)
+        config = make_config(recipe, tokenizer)
+        train_blocks, validation_blocks = make_blocks(recipe, tokenizer, config)
+    model = make_model(recipe, config, checkpoint)
+    if checkpoint is not None and isinstance(train_blocks, StreamedBlocks):
+        train_blocks.start_at(stream_position(checkpoint))
+        args.ignore_data_skip = True
+    trainer = RecurrentTrainer(
+        model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer
+    )
+    if args.geometry_loops > 0 and config.loop_groups:
+        held_out = [validation_blocks[place] for place in range(min(args.geometry_blocks, len(validation_blocks)))]
+        trainer.add_callback(GeometryCallback(held_out, args.geometry_loops))
+    if args.compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    describe(model, recipe, trainer)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model()
+    trainer.save_state()
+    logger.info(f"saved to {args.output_dir}")
+    return trainer
+
+
+def find_checkpoint(recipe: Recipe) -> Path | None:
+    """The checkpoint to go on from; refuses to write over a run unless it is resumed."""
+    output_dir = Path(recipe.training.output_dir)
+    if recipe.training.resume:
+        checkpoint = newest_whole_checkpoint(output_dir)
+        if checkpoint is None:
+            logger.info(f"{output_dir} has no whole checkpoint: starting from the beginning.")
+        else:
+            logger.info(f"resuming from {checkpoint}")
+        return checkpoint
+    found = [folder for folder in output_dir.glob("checkpoint-*") if is_whole(folder)]
+    if found:
+        raise FileExistsError(
+            f"`output_dir` {output_dir} has checkpoints already: add --resume to go on, or choose another --output_dir."
+        )
+    return None
+
+
+def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    if checkpoint is not None:
+        return load_tokenizer(str(checkpoint))
+    if recipe.data.tokenizer != "train":
+        return load_tokenizer(recipe.data.tokenizer)
+    # Kept beside the checkpoints from the start: every process, and a run that is resumed before its first
+    # checkpoint, must get the same one.
+    folder = Path(recipe.training.output_dir) / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        logger.info(f"training a tokenizer of {recipe.data.tokenizer_vocab_size} entries")
+        texts = training_texts(recipe)
+        train_tokenizer(texts, recipe.data.tokenizer_vocab_size).save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+def training_texts(recipe: Recipe) -> Iterator[str]:
+    """Training documents of all sources in turn, until there are enough characters for a tokenizer."""
+    budget = recipe.data.tokenizer_characters // len(recipe.sources)
+    for source in recipe.sources:
+        taken = 0
+        for text in source.documents():
+            if not is_validation(text, recipe.data.validation_fraction):
+                yield text
+                taken += len(text)
+            if taken >= budget:
+                break
+
+
+def make_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RecurrentGPT2Config:
+    settings: dict[str, Any] = {"vocab_size": len(tokenizer), **recipe.model}
+    settings.setdefault("eos_token_id", tokenizer.eos_token_id)
+    settings.setdefault("bos_token_id", tokenizer.bos_token_id)
+    config = RecurrentGPT2Config(**settings)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries, but `vocab_size` is {config.vocab_size}: leave it out, or make it "
+            "at least as large."
+        )
+    block_size = recipe.data.block_size or config.max_position_embeddings
+    if block_size > config.max_position_embeddings:
+        raise ValueError(
+            f"`block_size` is {block_size}, but the model has {config.max_position_embeddings} positions "
+            "(`max_position_embeddings`)."
+        )
+    return config
+
+
+def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):
+    """Training blocks, and the validation blocks that are evaluated."""
+    sources, data = recipe.sources, recipe.data
+    block_size = data.block_size or config.max_position_embeddings
+    maker = BlockMaker(tokenizer, block_size, data.validation_fraction, Path(data.data_cache).expanduser())
+    if any(source.streaming for source in sources):
+        stream = StreamedBlocks(sources, tokenizer, block_size, data.validation_fraction, recipe.training.seed)
+        per_source = -(-data.eval_blocks // len(sources))
+        return stream, list(chain(*(first_validation_blocks(source, maker, per_source) for source in sources)))
+    train_blocks = mixed_blocks(maker, sources, validation=False, seed=recipe.training.seed)
+    validation = mixed_blocks(maker, sources, validation=True, seed=recipe.training.seed)
+    count = min(data.eval_blocks, len(validation))
+    # Spread over the whole, so that every source is there.
+    return train_blocks, validation.select([place * len(validation) // count for place in range(count)])
+
+
+def make_model(recipe: Recipe, config: RecurrentGPT2Config, checkpoint: Path | None) -> RecurrentGPT2ForCausalLM:
+    return RecurrentGPT2ForCausalLM(config)
+
+
+def describe(model: RecurrentGPT2ForCausalLM, recipe: Recipe, trainer: RecurrentTrainer) -> None:
+    args = recipe.training
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    logger.info(
+        f"{model.num_parameters():,} parameters; {per_step} sequences a step; loop groups {model.config.loop_groups}, "
+        f"loops drawn with mean {model.config.mean_loops + 1}; device {args.device}, {args.world_size} process(es), "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

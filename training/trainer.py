@@ -1,0 +1,164 @@
+"""The Trainer of looped models: loop counts that every rank and every resumed run draws alike, and what to log."""
+
+import hashlib
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from evaluation.geometry import LoopGeometry
+from recurrent_gpt2 import sample_num_loops
+
+from .data import StreamedBlocks, collate
+
+
+def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
+    """Loop counts of a micro-step: a function of the seed, the step and the micro-step within it, and of nothing else."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{micro_step}".encode(), digest_size=7).digest()
+    return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+
+
+class RecurrentTrainer(Trainer):
+    """`Trainer` for RecurrentGPT2.
+
+    Draws loop counts by step, the same on every rank (FSDP and ZeRO-3 would hang otherwise) and after a resume; decays
+    matrices only; logs perplexity, tokens, speed and loops.
+    """
+
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("data_collator", collate)
+        super().__init__(*args, **kwargs)
+        self._micro_step = (-1, 0)  # the current step, and the micro-step within it
+        self._drawn: list[list[int]] = []  # since the last log
+        self._last_log: tuple[float, int] | None = None  # time and step
+        self._tokens_per_step = 0
+        if isinstance(self.train_dataset, StreamedBlocks):
+            self.add_callback(StreamPosition(self.train_dataset))
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        step, micro_step = self._micro_step
+        self._micro_step = (step, micro_step + 1) if step == self.state.global_step else (self.state.global_step, 0)
+        if self._last_log is None:
+            self._last_log = (time.monotonic(), self.state.global_step)
+        per_device = inputs["input_ids"].numel() * self.args.gradient_accumulation_steps
+        self._tokens_per_step = per_device * self.args.world_size
+        if self.model.config.loop_groups and "num_loops" not in inputs:
+            inputs = {**inputs, "num_loops": draw_num_loops(self.model.config, self.args.seed, *self._micro_step)}
+            self._drawn.append(inputs["num_loops"])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            now, (then, last_step) = time.monotonic(), self._last_log
+            logs["perplexity"] = _perplexity(logs["loss"])
+            logs["tokens_seen"] = self.state.global_step * self._tokens_per_step
+            logs["tokens_per_second"] = (self.state.global_step - last_step) * self._tokens_per_step / (now - then)
+            for group, counts in enumerate(zip(*self._drawn, strict=True)):
+                logs[f"loops_group_{group}"] = sum(counts) / len(counts)
+            self._drawn, self._last_log = [], (now, self.state.global_step)
+        if "eval_loss" in logs:
+            logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
+        super().log(logs, start_time)
+
+
+class StreamPosition(TrainerCallback, ExportableState):
+    """Saves with every checkpoint where in its stream of blocks the run is."""
+
+    def __init__(self, blocks: StreamedBlocks):
+        self.blocks, self.blocks_used = blocks, 0
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.blocks_used = state.global_step * per_step
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"position": self.blocks.position_at(self.blocks_used)}}
+
+
+class GeometryCallback(TrainerCallback):
+    """Measures step norms, cosines and drift on fixed held-out text with fixed loops, at steps 0, 1, 2, 4, 8, ...
+
+    Each measurement is a line of `geometry.jsonl` in the output folder.
+    """
+
+    def __init__(self, blocks: list[dict[str, Any]], num_loops: int):
+        self.input_ids, self.num_loops = collate(blocks)["input_ids"], num_loops
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.file = Path(args.output_dir) / "geometry.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        # A resumed run measures again what came after its checkpoint.
+        lines = self.file.read_text().splitlines() if self.file.exists() and state.global_step > 0 else []
+        kept = [line for line in lines if _step_of(line) < max(state.global_step, 1)]
+        self.file.write_text("".join(line + "\n" for line in kept))
+        if state.global_step == 0 or _is_log_spaced(state.global_step):
+            self._measure(state, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        last = state.global_step == state.max_steps
+        if state.is_world_process_zero and (_is_log_spaced(state.global_step) or last):
+            self._measure(state, model)
+
+    @torch.no_grad()
+    def _measure(self, state, model) -> None:
+        model = getattr(model, "module", model)
+        training, geometry = model.training, LoopGeometry(len(model.config.loop_groups))
+        model.eval()
+        for row in self.input_ids:
+            arguments = {"num_loops": self.num_loops, "output_loop_trajectory": True, "use_cache": False}
+            geometry.update(model.model(row[None].to(model.device), **arguments).loop_trajectory)
+        model.train(training)
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **geometry.to_dict()}) + "\n")
+
+
+def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
+    """The last checkpoint that was written to its end. The trainer's state is the last file written, so a checkpoint
+    without a readable one was cut short."""
+    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    folders = [folder for folder in folders if folder.name.rpartition("-")[2].isdigit()]
+    for folder in sorted(folders, key=lambda folder: -int(folder.name.rpartition("-")[2])):
+        if is_whole(folder):
+            return folder
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def stream_position(checkpoint: Path) -> dict[str, Any] | None:
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    saved = state.get("stateful_callbacks", {}).get(StreamPosition.__name__)
+    return saved["attributes"]["position"] if saved else None
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def _is_log_spaced(step: int) -> bool:
+    return step & (step - 1) == 0
+
+
+def _step_of(line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:  # a line cut short by a crash
+        return sys.maxsize
