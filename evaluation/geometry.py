@@ -129,7 +129,7 @@ class LoopGeometry:
         self.drift = [{name: RunningMoments() for name in ("as_printed", "net")} for _ in boundaries]
 
     def update(self, trajectories: tuple[torch.Tensor, ...], real_tokens: torch.Tensor | None = None) -> None:
-        """Adds trajectories [K + 1, batch, seq, hidden], one per group; `real_tokens` [batch, seq] is False at padding."""
+        """Adds trajectories [K + 1, batch, seq, hidden], one per group; `real_tokens` [batch, seq]: not padding."""
         flat = [states.flatten(1, 2) for states in trajectories]
         if real_tokens is not None:
             flat = [states[:, real_tokens.flatten()] for states in flat]

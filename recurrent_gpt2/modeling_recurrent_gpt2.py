@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GPT2LMHeadModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
@@ -34,6 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .active_tokens import ActiveTokens, LoopState
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, resolve_exit_policy
+from .from_gpt2 import config_from_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
 
@@ -536,6 +538,26 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
         self.model = RecurrentGPT2Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def from_gpt2(
+        cls,
+        gpt2: GPT2LMHeadModel | str,
+        loop_groups: list[list[int]] | None = None,
+        calibration_ids: torch.Tensor | None = None,
+        **settings: Any,
+    ) -> "RecurrentGPT2ForCausalLM":
+        """A looped model that starts from a pretrained GPT-2 (a model, or a name or folder to load).
+
+        `calibration_ids` [batch, length] is text to measure GPT-2 on; it samples some where none is given. `settings`
+        are fields of the config. `model.conversion_report` says what was carried over, initialized and dropped.
+        """
+        if isinstance(gpt2, str):
+            gpt2 = GPT2LMHeadModel.from_pretrained(gpt2)
+        gpt2 = gpt2.eval()
+        model = cls(config_from_gpt2(gpt2, loop_groups, **settings))
+        model.conversion_report = load_gpt2_weights(model, gpt2, calibration_ids)
+        return model.eval()
 
     @can_return_tuple
     def forward(

@@ -1,8 +1,8 @@
 """From sources of text to blocks of tokens.
 
 A source is a local file (parquet, jsonl, text), a dataset on the Hub, or `python-docs`. Its documents are split into
-training and validation by a hash of their text, so that the split is the same everywhere; they are joined by end-of-text
-and cut into blocks, of which only the last, incomplete one is dropped.
+training and validation by a hash of their text, so that the split is the same everywhere; they are joined by
+end-of-text and cut into blocks, of which only the last, incomplete one is dropped.
 """
 
 import hashlib
@@ -146,19 +146,34 @@ def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @dataclass
 class BlockMaker:
-    """Makes the blocks of a source, and keeps them on disk so that they are made once."""
+    """Makes the blocks of a source, and keeps them on disk so that they are made once.
+
+    `record` is a file of the run that says which blocks it uses, so that a resumed run uses the same ones even where
+    the source has changed since (as `python-docs` does with every package that is installed).
+    """
 
     tokenizer: PreTrainedTokenizerBase
     block_size: int
     validation_fraction: float
     cache: Path
+    record: Path | None = None
 
     def blocks(self, source: Source, validation: bool) -> datasets.Dataset:
-        key = self._key(source)
+        key = self._recorded_key(source)
         files = {which: self.cache / f"{key}-{which}.arrow" for which in ("training", "validation")}
         if not all(file.exists() for file in files.values()):
             self._write(source, files)
         return datasets.Dataset.from_file(str(files["validation" if validation else "training"])).with_format("torch")
+
+    def _recorded_key(self, source: Source) -> str:
+        if self.record is None:
+            return self._key(source)
+        keys = json.loads(self.record.read_text()) if self.record.exists() else {}
+        if source.path not in keys:
+            keys[source.path] = self._key(source)
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            self.record.write_text(json.dumps(keys))
+        return keys[source.path]
 
     def _key(self, source: Source) -> str:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
@@ -249,13 +264,13 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         # so a checkpoint needs one that lies a little back.
         self._places: deque[dict[str, Any]] = deque(maxlen=64)
 
-    def start_at(self, position: dict[str, Any]) -> None:
+    def start_at(self, position: dict[str, Any] | None) -> None:
         self._start = position
 
-    def position_at(self, blocks: int) -> dict[str, Any]:
-        """Where to go on after this many blocks."""
-        place = next(place for place in reversed(self._places) if place["blocks"] <= blocks)
-        return {**place, "skip": blocks - place["blocks"]}
+    def position_at(self, blocks: int) -> dict[str, Any] | None:
+        """Where to go on after this many blocks; None: at the start."""
+        place = next((place for place in reversed(self._places) if place["blocks"] <= blocks), None)
+        return None if place is None else {**place, "skip": blocks - place["blocks"]}
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         readers = [_StreamReader(source, self) for source in self.sources]
@@ -292,12 +307,14 @@ class _StreamReader:
         self.packer = Packer(settings.tokenizer, settings.block_size)
         self.ready: list[np.ndarray] = []  # blocks
         self._texts = self._read()
+        self._loaded: dict[str, Any] | None = None  # where `rows` will start; until then it does not know itself
 
     def state(self) -> dict[str, Any]:
-        ready = [block.tolist() for block in self.ready]
-        return {"rows": self.rows.state_dict(), "ready": ready, "rest": self.packer.rest.tolist()}
+        rows = self._loaded or self.rows.state_dict()
+        return {"rows": rows, "ready": [block.tolist() for block in self.ready], "rest": self.packer.rest.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self._loaded = state["rows"]
         self.rows.load_state_dict(state["rows"])
         self.ready = [np.array(block, dtype=np.int32) for block in state["ready"]]
         self.packer.rest = np.array(state["rest"], dtype=np.int32)
@@ -316,6 +333,7 @@ class _StreamReader:
     def next_block(self) -> np.ndarray:
         while not self.ready:
             self.ready = list(self.packer.add([next(self._texts)]))
+            self._loaded = None
         return self.ready.pop(0)
 
 

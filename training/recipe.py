@@ -1,6 +1,7 @@
-"""A recipe: everything that a run depends on, in one flat YAML file, any field of which the command line may override."""
+"""A recipe: all that a run depends on, in one flat YAML file, any field of which the command line may override."""
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,28 @@ from transformers import HfArgumentParser, TrainingArguments
 from recurrent_gpt2 import RecurrentGPT2Config
 
 from .data import Source
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML 1.2 scalars: `no` is a word (PyYAML's YAML 1.1 has it false) and 1e-3 is a number (there, a word)."""
+
+
+YamlLoader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.inf$|^\.nan$", re.IGNORECASE),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=YamlLoader)
 
 
 @dataclass
@@ -77,7 +100,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     if not path.is_file():
         known = ", ".join(str(file) for file in sorted(Path(__file__).parent.glob("recipes/*.yaml")))
         raise FileNotFoundError(f"there is no recipe {path}. The project has: {known}.")
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    settings = read_yaml(path.read_text(encoding="utf-8")) or {}
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {path} must be a mapping of fields to values.")
     settings.update(parse_overrides(overrides or []))
@@ -107,16 +130,9 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         if argument.startswith("--"):
             name, _, value = argument[2:].partition("=")
             name = name.replace("-", "_")
-            overrides[name] = _value(value) if value else True
+            overrides[name] = read_yaml(value) if value else True
         elif name is None or overrides[name] is not True:
             raise ValueError(f"{argument!r} does not follow the name of a field: write --field value.")
         else:
-            overrides[name] = _value(argument)
+            overrides[name] = read_yaml(argument)
     return overrides
-
-
-def _value(text: str) -> Any:
-    try:  # YAML takes 1e-3 for a string
-        return float(text) if not text.lstrip("+-").isdigit() else int(text)
-    except ValueError:
-        return yaml.safe_load(text)

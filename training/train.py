@@ -9,18 +9,16 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
-from .data import BlockMaker, Source, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
-from .recipe import Recipe, load_recipe
+from .data import BlockMaker, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
+from .recipe import Recipe, RecurrentTrainingArguments, load_recipe
 from .tokenizer import load_tokenizer, train_tokenizer
-from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, stream_position
+from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +35,23 @@ def main(arguments: list[str] | None = None) -> RecurrentTrainer:
 
 def run(recipe: Recipe) -> RecurrentTrainer:
     args = recipe.training
+    args.dataloader_pin_memory &= args.device.type != "cpu"
     checkpoint = find_checkpoint(recipe)
     set_seed(args.seed)
     with args.main_process_first(desc="data"):
         tokenizer = make_tokenizer(recipe, checkpoint)
-        config = make_config(recipe, tokenizer)
-        train_blocks, validation_blocks = make_blocks(recipe, tokenizer, config)
-    model = make_model(recipe, config, checkpoint)
-    if checkpoint is not None and isinstance(train_blocks, StreamedBlocks):
-        train_blocks.start_at(stream_position(checkpoint))
-        args.ignore_data_skip = True
+        model = make_model(recipe, tokenizer, checkpoint)
+        train_blocks, validation_blocks = make_blocks(recipe, tokenizer, model.config)
     trainer = RecurrentTrainer(
         model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer
     )
-    if args.geometry_loops > 0 and config.loop_groups:
+    if args.geometry_loops > 0 and model.config.loop_groups:
         held_out = [validation_blocks[place] for place in range(min(args.geometry_blocks, len(validation_blocks)))]
         trainer.add_callback(GeometryCallback(held_out, args.geometry_loops))
     if args.compile:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
-    describe(model, recipe, trainer)
+    describe(model, args)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model()
     trainer.save_state()
@@ -110,30 +105,43 @@ def training_texts(recipe: Recipe) -> Iterator[str]:
                 break
 
 
-def make_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RecurrentGPT2Config:
-    settings: dict[str, Any] = {"vocab_size": len(tokenizer), **recipe.model}
-    settings.setdefault("eos_token_id", tokenizer.eos_token_id)
-    settings.setdefault("bos_token_id", tokenizer.bos_token_id)
-    config = RecurrentGPT2Config(**settings)
+def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> RecurrentGPT2ForCausalLM:
+    """A new model, or one that starts from GPT-2. (The weights of a checkpoint are loaded by the trainer.)"""
+    settings = dict(recipe.model)
+    if checkpoint is not None:
+        model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config.from_pretrained(checkpoint))
+    elif recipe.training.from_gpt2 is not None:
+        model = RecurrentGPT2ForCausalLM.from_gpt2(
+            recipe.training.from_gpt2, settings.pop("loop_groups", None), **settings
+        )
+        logger.info(f"from {recipe.training.from_gpt2}:\n{model.conversion_report}")
+    else:
+        settings.setdefault("vocab_size", len(tokenizer))
+        settings.setdefault("eos_token_id", tokenizer.eos_token_id)
+        settings.setdefault("bos_token_id", tokenizer.bos_token_id)
+        model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config(**settings))
+    config, block_size = model.config, recipe.data.block_size
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries, but `vocab_size` is {config.vocab_size}: leave it out, or make it "
-            "at least as large."
+            f"the tokenizer has {len(tokenizer)} entries, but `vocab_size` is {config.vocab_size}: leave that out, or "
+            "make it at least as large."
         )
-    block_size = recipe.data.block_size or config.max_position_embeddings
-    if block_size > config.max_position_embeddings:
+    if block_size is not None and block_size > config.max_position_embeddings:
         raise ValueError(
             f"`block_size` is {block_size}, but the model has {config.max_position_embeddings} positions "
             "(`max_position_embeddings`)."
         )
-    return config
+    return model
 
 
 def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):
     """Training blocks, and the validation blocks that are evaluated."""
     sources, data = recipe.sources, recipe.data
     block_size = data.block_size or config.max_position_embeddings
-    maker = BlockMaker(tokenizer, block_size, data.validation_fraction, Path(data.data_cache).expanduser())
+    record = Path(recipe.training.output_dir) / "blocks.json"
+    if not recipe.training.resume:
+        record.unlink(missing_ok=True)
+    maker = BlockMaker(tokenizer, block_size, data.validation_fraction, Path(data.data_cache).expanduser(), record)
     if any(source.streaming for source in sources):
         stream = StreamedBlocks(sources, tokenizer, block_size, data.validation_fraction, recipe.training.seed)
         per_source = -(-data.eval_blocks // len(sources))
@@ -145,17 +153,11 @@ def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Recu
     return train_blocks, validation.select([place * len(validation) // count for place in range(count)])
 
 
-def make_model(recipe: Recipe, config: RecurrentGPT2Config, checkpoint: Path | None) -> RecurrentGPT2ForCausalLM:
-    return RecurrentGPT2ForCausalLM(config)
-
-
-def describe(model: RecurrentGPT2ForCausalLM, recipe: Recipe, trainer: RecurrentTrainer) -> None:
-    args = recipe.training
+def describe(model: RecurrentGPT2ForCausalLM, args: RecurrentTrainingArguments) -> None:
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     logger.info(
-        f"{model.num_parameters():,} parameters; {per_step} sequences a step; loop groups {model.config.loop_groups}, "
-        f"loops drawn with mean {model.config.mean_loops + 1}; device {args.device}, {args.world_size} process(es), "
-        f"{torch.get_num_threads()} threads"
+        f"{model.num_parameters():,} parameters, loop groups {model.config.loop_groups}, loops drawn with mean "
+        f"{model.config.mean_loops + 1}; {per_step} sequences a step, {args.world_size} process(es) on {args.device}"
     )
 
 

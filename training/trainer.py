@@ -20,7 +20,7 @@ from .data import StreamedBlocks, collate
 
 
 def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
-    """Loop counts of a micro-step: a function of the seed, the step and the micro-step within it, and of nothing else."""
+    """Loop counts of a micro-step: a function of seed, step and micro-step within it, and of nothing else."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro_step}".encode(), digest_size=7).digest()
     return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 
@@ -39,12 +39,25 @@ class RecurrentTrainer(Trainer):
         self._drawn: list[list[int]] = []  # since the last log
         self._last_log: tuple[float, int] | None = None  # time and step
         self._tokens_per_step = 0
+        self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
         if isinstance(self.train_dataset, StreamedBlocks):
             self.add_callback(StreamPosition(self.train_dataset))
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+        if resume_from_checkpoint is not None and isinstance(self.train_dataset, StreamedBlocks):
+            # The stream starts where the checkpoint left it, so there are no batches to skip. With that the stock
+            # trainer would also leave out the random state.
+            self.train_dataset.start_at(stream_position(Path(resume_from_checkpoint)))
+            self.args.ignore_data_skip = True
+            self._random_state_of = resume_from_checkpoint
+        return super().train(resume_from_checkpoint, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         step, micro_step = self._micro_step
         self._micro_step = (step, micro_step + 1) if step == self.state.global_step else (self.state.global_step, 0)
+        if self._random_state_of is not None:
+            self._load_rng_state(self._random_state_of)
+            self._random_state_of = None
         if self._last_log is None:
             self._last_log = (time.monotonic(), self.state.global_step)
         per_device = inputs["input_ids"].numel() * self.args.gradient_accumulation_steps

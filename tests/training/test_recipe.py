@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recurrent_gpt2 import RecurrentGPT2Config
+from tests.helpers import ROOT
+from training.recipe import load_recipe, parse_overrides
+
+RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_project_are_whole(path):
+    recipe = load_recipe(path)
+    if recipe.training.from_gpt2 is None:
+        RecurrentGPT2Config(**{"vocab_size": 8192, **recipe.model})
+    assert recipe.training.max_steps > 0
+    assert recipe.training.save_steps % recipe.training.logging_steps == 0  # else a resumed run logs other means
+    assert recipe.sources
+
+
+def test_the_papers_recipe_is_the_papers_run():
+    recipe = load_recipe(ROOT / "training/recipes/paper.yaml")
+    config = RecurrentGPT2Config(**recipe.model)
+    assert config.to_dict() == RecurrentGPT2Config().to_dict()
+    args = recipe.training
+    tokens = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * 512
+    assert args.max_steps == 60_000
+    assert abs(tokens / 300e6 - 1) < 0.03
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
+    assert args.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    (source,) = recipe.sources
+    assert (source.path, source.name, source.streaming) == ("HuggingFaceFW/fineweb", "sample-10BT", True)
+
+
+def test_every_field_can_be_overridden(tmp_path):
+    recipe = load_recipe(
+        RECIPES[0],
+        ["--hidden_size", "32", "--learning_rate=1e-3", "--resume", "--sources", "[a.txt, {path: b.jsonl, weight: 2}]",
+         "--num_loops", "[1, 2, 3]", "--tokenizer", "some/name", "--output_dir", str(tmp_path)],
+    )  # fmt: skip
+    assert recipe.model["hidden_size"] == 32
+    assert recipe.model["num_loops"] == [1, 2, 3]
+    assert recipe.training.learning_rate == 1e-3
+    assert recipe.training.resume
+    assert [(source.path, source.weight) for source in recipe.sources] == [("a.txt", 1.0), ("b.jsonl", 2)]
+    assert recipe.data.tokenizer == "some/name"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--learning_rte", "1"], "learning_rate"),
+        (["--loop_group", "[[1]]"], "loop_groups"),
+        (["--blok_size", "8"], "block_size"),
+        (["--zzzzzz", "8"], "no field 'zzzzzz'"),
+        (["8"], "write --field value"),
+        (["--seed", "1", "2"], "write --field value"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_name(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(RECIPES[0], overrides)
+
+
+def test_an_unknown_field_in_the_file_is_refused_too(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": "x", "hiden_size": 3}))
+    with pytest.raises(ValueError, match="hidden_size"):
+        load_recipe(path)
+    path.write_text("- not\n- a mapping\n")
+    with pytest.raises(ValueError, match="mapping"):
+        load_recipe(path)
+    with pytest.raises(FileNotFoundError, match=r"smoke\.yaml"):
+        load_recipe(Path("no/such/recipe.yaml"))
+
+
+def test_values_are_read_as_yaml_and_numbers_as_numbers():
+    given = {
+        "a": "1e-4",
+        "b": "7",
+        "c": "true",
+        "d": "text",
+        "e": "-3",
+        "f": "null",
+        "g": "no",
+        "h": "0.5",
+        "i": "2_000",
+    }
+    parsed = parse_overrides([part for name, value in given.items() for part in (f"--{name}", value)])
+    assert parsed == {"a": 1e-4, "b": 7, "c": True, "d": "text", "e": -3, "f": None, "g": "no", "h": 0.5, "i": 2000}
+    assert type(parsed["b"]) is int
