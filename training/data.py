@@ -320,20 +320,22 @@ class _StreamReader:
         self.packer.rest = np.array(state["rest"], dtype=np.int32)
 
     def _read(self) -> Iterator[str]:
+        found = self._loaded is not None  # what is left of an epoch that was taken up may be nothing
         while True:
-            found = False
             for row in self.rows:
+                self._loaded = None
                 text = row[self.source.text_column]
                 if isinstance(text, str) and text.strip() and not is_validation(text, self.validation_fraction):
                     found = True
                     yield text
             if not found:
                 raise ValueError(f"source {self.source.path} has no text to train on.")
+            found, self._loaded = False, None
+            self.rows = self.source.load()  # a new epoch
 
     def next_block(self) -> np.ndarray:
         while not self.ready:
             self.ready = list(self.packer.add([next(self._texts)]))
-            self._loaded = None
         return self.ready.pop(0)
 
 

@@ -1,4 +1,5 @@
 import json
+import random
 
 import numpy as np
 import pyarrow as pa
@@ -138,12 +139,24 @@ def test_a_stream_goes_on_from_any_place(tokenizer, tmp_path, parquet, stop):
     assert all((next(again)["input_ids"] == block).all() for block in blocks[stop:])
     assert resumed.position_at(stop)["blocks"] <= stop
 
-    again = iter(resumed)  # and a second time, from a place saved before anything was read
-    next(again)
-    third = stream()
-    third.start_at(json.loads(json.dumps(resumed.position_at(stop + 1))))
-    last = iter(third)
-    assert all((next(last)["input_ids"] == block).all() for block in blocks[stop + 1 :])
+
+def test_a_stream_that_is_taken_up_again_and_again_gives_what_one_reading_gives(tokenizer, parquet):
+    def stream():
+        return StreamedBlocks([Source(str(parquet), streaming=True)], tokenizer, 32, 0.1, seed=0)
+
+    whole = iter(stream())
+    blocks = [next(whole)["input_ids"] for _ in range(2500)]  # many epochs
+    steps, done, position = random.Random(0), 0, None
+    while done < 2400:
+        taken_up = stream()
+        taken_up.start_at(position)
+        iterator, count = iter(taken_up), steps.randint(1, 60)
+        for place in range(done, done + count):
+            assert (next(iterator)["input_ids"] == blocks[place]).all()
+        for _ in range(steps.randint(0, 8)):  # read ahead
+            next(iterator)
+        done += count
+        position = json.loads(json.dumps(taken_up.position_at(done)))
 
 
 def test_streams_hold_the_same_documents_out(tokenizer, tmp_path, parquet):
