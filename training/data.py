@@ -93,7 +93,7 @@ class Source:
             raise ValueError(
                 f"source {self.path} has no column {self.text_column!r}: set `text_column` to one of {columns}."
             )
-        return rows
+        return rows.take(self.max_documents) if self.streaming and self.max_documents else rows
 
     def documents(self) -> Iterator[str]:
         """All texts that are not blank."""
