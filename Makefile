@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install test test-slow lint format clean
+.PHONY: install demo smoke test test-slow lint format clean
 
 install: $(INSTALLED)
 
@@ -12,10 +12,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# Trains a tiny model once (two minutes) and shows what exit policies do.
+demo: runs/smoke/config.json
+	$(BIN)/python -m evaluation.demo runs/smoke
+
+smoke runs/smoke/config.json: | $(INSTALLED)
+	$(BIN)/python -m training.train training/recipes/smoke.yaml --resume
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+# DeepSpeed is for these tests only; its compiled kernels are for GPUs and are left out.
 test-slow: $(INSTALLED)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	$(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED)
