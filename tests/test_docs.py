@@ -1,0 +1,71 @@
+"""What the documents say is true: their code runs, their numbers are those of the files, their links resolve."""
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import training.estimate
+from tests.helpers import ROOT, random_ids, tiny_model
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_and_read(code: str, **names) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def test_the_ten_lines_of_the_readme_run():
+    printed = run_and_read(code_blocks(ROOT / "README.md", "python")[0])
+    losses = [float(line.rsplit(maxsplit=1)[1]) for line in printed.splitlines()[:4]]
+    assert all(loss < 1 for loss in losses)  # it has learned its sentence
+    assert "Think before you speak. Think before you speak." in printed
+
+
+def test_the_examples_of_exit_policies_run():
+    import recurrent_gpt2
+
+    model, ids = tiny_model(num_loops=6, max_position_embeddings=128), random_ids(1, 5)
+    names = {"model": model, "ids": ids, **vars(recurrent_gpt2)}
+    blocks = code_blocks(ROOT / "docs/exit_policies.md", "python")
+    run_and_read(blocks[0], **names)
+    run_and_read(blocks[2], **names)
+    run_and_read(code_blocks(ROOT / "README.md", "python")[1], **names)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_resolve(path):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+def test_files_and_recipes_that_are_named_exist():
+    for path in DOCUMENTS:
+        for name in re.findall(
+            r"(?:training|evaluation|recurrent_gpt2|docs)/[\w/]+\.(?:py|yaml|json|md)", path.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{path.name} names {name}"
+
+
+def test_the_table_of_starts_from_gpt2_is_that_of_its_file():
+    losses = json.loads((ROOT / "docs/gpt2_start.json").read_text())
+    text = (ROOT / "docs/training.md").read_text()
+    for name, loss in losses.items():
+        assert f"| {name} | {loss:.3f} |" in text
+    chosen = next(loss for name, loss in losses.items() if "chosen" in name)
+    assert all(chosen <= loss for name, loss in losses.items() if name.startswith("…"))
+
+
+def test_the_estimate_is_what_the_command_prints(capsys):
+    training.estimate.main([str(ROOT / "training/recipes/paper.yaml")])
+    assert capsys.readouterr().out.strip() in (ROOT / "docs/training.md").read_text()
