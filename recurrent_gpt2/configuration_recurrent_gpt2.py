@@ -2,9 +2,8 @@
 
 import math
 
-from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig, strict
 
 STATE_INITS = ("noise", "zeros", "input")
 INITIALIZERS = ("takase", "normal")

@@ -15,6 +15,7 @@ With s(k) the state after k steps and D(k) = s(k+1) - s(k) the update of step k 
 """
 
 import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -83,15 +84,14 @@ class ExitPolicy:
         threshold_ok = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
         if not threshold_ok or not 0 <= self.threshold < math.inf:
             raise ValueError(
-                f"`threshold` of {type(self).__name__} is {self.threshold!r}, but must be a finite number >= 0."
+                f"`threshold` of {type(self).__name__} is {_shown(self.threshold)}, but must be a finite number >= 0."
             )
         object.__setattr__(self, "threshold", float(self.threshold))
         for setting in ("patience", "min_loops"):
             value = getattr(self, setting)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-                raise ValueError(
-                    f"`{setting}` of {type(self).__name__} is {value!r}, but must be an int from 1 to {MAX_COUNT}."
-                )
+                name = type(self).__name__
+                raise ValueError(f"`{setting}` of {name} is {_shown(value)}, but must be an int from 1 to {MAX_COUNT}.")
 
     def _default_threshold(self) -> float:
         return self.default_threshold
@@ -123,16 +123,16 @@ class ExitPolicy:
     def from_dict(settings: dict[str, Any]) -> "ExitPolicy":
         """Looks the name up in the registry and passes the rest as settings. Runs no code from `settings`."""
         if not isinstance(settings, dict) or not isinstance(settings.get("name"), str):
-            raise ValueError(f"`exit_policy` {settings!r:.200} has no name, such as {{'name': 'acceleration'}}.")
+            raise ValueError(f"`exit_policy` {_shown(settings)} has no name, such as {{'name': 'acceleration'}}.")
         settings = dict(settings)
         name = settings.pop("name")
         if name not in _REGISTRY:
-            raise ValueError(f"`exit_policy` {name!r:.200} is unknown. Known: {', '.join(available_exit_policies())}.")
+            raise ValueError(f"`exit_policy` {_shown(name)} is unknown. Known: {', '.join(available_exit_policies())}.")
         cls = _REGISTRY[name]
         allowed = {field.name for field in fields(cls)}
         if unknown := [key for key in settings if key not in allowed]:
             raise ValueError(
-                f"`exit_policy` {name!r} has no setting {unknown[0]!r:.200}. It has: {', '.join(sorted(allowed))}."
+                f"`exit_policy` {name!r} has no setting {_shown(unknown[0])}. It has: {', '.join(sorted(allowed))}."
             )
         return cls(**settings)
 
@@ -163,7 +163,7 @@ class _NormalizedExit(ExitPolicy):
     def _check_normalize(self) -> None:
         if not isinstance(self.normalize, str) or self.normalize not in self.default_thresholds:
             raise ValueError(
-                f"`normalize` of {type(self).__name__} is {self.normalize!r:.200}, but must be one of "
+                f"`normalize` of {type(self).__name__} is {_shown(self.normalize)}, but must be one of "
                 f"{', '.join(self.default_thresholds)}."
             )
 
@@ -234,6 +234,11 @@ class KLExit(ExitPolicy):
         return (log_p.exp() * (log_p - previous_log_p)).sum(-1).clamp_min(0)  # rounding can take it below
 
 
+def _shown(value: Any) -> str:
+    """A value for an error message: short, however long or deep what a file had there."""
+    return reprlib.repr(value)
+
+
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
@@ -272,7 +277,7 @@ def _resolve_one(policy: Any) -> Policy | None:
         return None
     if isinstance(policy, type) or not callable(policy):
         raise ValueError(
-            f"`exit_policy` is {policy!r:.200}, but must be None, a name ({', '.join(available_exit_policies())}), a "
+            f"`exit_policy` is {_shown(policy)}, but must be None, a name ({', '.join(available_exit_policies())}), a "
             "policy object, a callable, a dict with a name, or a list with one of these per group."
         )
     return policy
@@ -286,7 +291,7 @@ def exit_policy_to_json(exit_policy: Any) -> Any:
         return exit_policy
     if not hasattr(exit_policy, "to_dict"):
         raise ValueError(
-            f"`exit_policy` {exit_policy!r:.200} cannot be saved: a plain callable has no JSON form. Make it an "
+            f"`exit_policy` {_shown(exit_policy)} cannot be saved: a plain callable has no JSON form. Make it an "
             "`ExitPolicy` with @register_exit_policy."
         )
     return exit_policy.to_dict()

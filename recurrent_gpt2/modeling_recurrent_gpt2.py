@@ -229,6 +229,21 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """`PreTrainedModel.from_pretrained`, from safetensors only: reading a pickle can run code."""
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError(f"`use_safetensors` is {kwargs['use_safetensors']!r}, but only safetensors are read.")
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except OSError as error:
+            if "safetensors" not in str(error):
+                raise
+            raise OSError(
+                f"{pretrained_model_name_or_path} has no weights in safetensors format. Pickles (pytorch_model.bin) "
+                "are not read, since that can run code: convert them first, where you trust them."
+            ) from error
+
     def save_pretrained(self, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`, after which all auto classes find the code, whichever class was saved."""
         self.config.auto_map = dict(AUTO_MAP)

@@ -1,4 +1,17 @@
+"""Nothing here reaches the network: the Hub is a port on loopback, where `tests/hub_server.py` may answer."""
+
+import os
+import socket
 import string
+
+with socket.socket() as _listener:
+    _listener.bind(("127.0.0.1", 0))
+    HUB_PORT = _listener.getsockname()[1]
+# Before anything imports huggingface_hub, which reads these once.
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{HUB_PORT}"
+os.environ["HF_HUB_DISABLE_XET"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.pop("HF_TOKEN", None)
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

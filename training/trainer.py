@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from evaluation.geometry import LoopGeometry
 from recurrent_gpt2 import sample_num_loops
 
+from .card import render_card
 from .data import StreamedBlocks, collate
 
 
@@ -66,6 +67,13 @@ class RecurrentTrainer(Trainer):
             inputs = {**inputs, "num_loops": draw_num_loops(self.model.config, self.args.seed, *self._micro_step)}
             self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """The project's card instead of the stock one, beside the weights that are pushed."""
+        output_dir = Path(self.args.output_dir)
+        if self.is_world_process_zero() and (output_dir / "config.json").exists():
+            self.state.save_to_json(str(output_dir / "trainer_state.json"))
+            render_card(output_dir, self.args.hub_model_id).save(output_dir / "README.md")
 
     def get_decay_parameter_names(self, model) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]

@@ -13,16 +13,7 @@ from transformers import (
 )
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM, RecurrentGPT2Model
-from tests.helpers import random_ids, run_fresh, tiny_config, tiny_model
-
-CODE = {
-    "active_tokens.py",
-    "configuration_recurrent_gpt2.py",
-    "exit_policies.py",
-    "generation_recurrent_gpt2.py",
-    "loop_cache.py",
-    "modeling_recurrent_gpt2.py",
-}
+from tests.helpers import REMOTE_CODE, random_ids, run_fresh, tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +33,7 @@ def test_after_import_the_auto_classes_know_the_model(checkpoint):
 
 def test_a_checkpoint_has_the_code_and_safetensors_and_nothing_else(checkpoint):
     files = {path.name for path in checkpoint.iterdir()}
-    assert files == CODE | {
+    assert files == REMOTE_CODE | {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
     }  # fmt: skip
     assert "start_noise" not in " ".join(load_file(checkpoint / "model.safetensors"))
@@ -80,7 +71,7 @@ assert torch.equal(again(ids).logits, results[0])
     assert torch.equal(hidden, model.model(ids).last_hidden_state)
     assert torch.equal(generated, model.generate(ids, max_new_tokens=4, do_sample=False))
     assert printed.strip().startswith("abc")
-    assert {path.name for path in (tmp_path / "again").iterdir()} >= CODE
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= REMOTE_CODE
 
 
 def test_pipeline_after_import(checkpoint):
@@ -101,7 +92,7 @@ def test_a_checkpoint_of_a_plain_trainer_carries_code_and_learns(tmp_path, token
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.5
     saved = tmp_path / "run" / "checkpoint-30"
-    assert {path.name for path in saved.iterdir()} >= CODE
+    assert {path.name for path in saved.iterdir()} >= REMOTE_CODE
     assert json.loads((saved / "config.json").read_text())["auto_map"].keys() >= {"AutoConfig", "AutoModelForCausalLM"}
     printed = run_fresh(
         f"""

@@ -1,0 +1,153 @@
+"""The model card of a checkpoint, from the template `model_card.md` and the files that the checkpoint's numbers are in.
+
+- `trainer_state.json`: what was trained, and the validation loss.
+- `results.json`, if it is there: a list of measurements, each with `dataset`, `policy` (a dict; null: fixed loops),
+  `num_loops`, `mean_steps`, `perplexity`, and perhaps `ms_per_token`.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from safetensors import safe_open
+
+TEMPLATE = Path(__file__).parents[1] / "model_card.md"
+FIGURE = "tradeoff.png"
+
+
+def render_card(
+    checkpoint: Path, repo: str | None = None, license: str = "apache-2.0", datasets: list[str] | None = None
+) -> ModelCard:
+    """`datasets` are names on the Hub that the model was trained on."""
+    config = _read(checkpoint / "config.json")
+    state = _read(checkpoint / "trainer_state.json") or {}
+    measurements = _read(checkpoint / "results.json") or []
+    name = (repo or checkpoint.resolve().name).rpartition("/")[2]
+    results = evaluation_results(state, measurements)
+    data = ModelCardData(
+        library_name="transformers",
+        license=license,
+        tags=["recurrent_gpt2", "recurrent-depth", "looped-transformer", "early-exit", "custom_code"],
+        pipeline_tag="text-generation",
+        datasets=datasets,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    policy = (_read(checkpoint / "generation_config.json") or {}).get("exit_policy")
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        model_name=name,
+        repo=repo or str(checkpoint),
+        groups=", ".join(f"layers {group[0]}-{group[-1]}" if len(group) > 1 else f"layer {group[0]}"
+                         for group in config["loop_groups"]) or "none",
+        num_layers=config["num_hidden_layers"],
+        parameters=f"{count_parameters(checkpoint):,}",
+        positions=config["max_position_embeddings"],
+        vocab_size=f"{config['vocab_size']:,}",
+        num_loops=config["num_loops"],
+        mean_loops=config["mean_loops"] + 1,
+        backprop_loops=config["backprop_loops"] or "all",
+        default_policy=json.dumps(policy) if policy else None,
+        tradeoff=[tradeoff_row(row) for row in measurements],
+        figure=FIGURE if (checkpoint / FIGURE).exists() else None,
+        training=training_lines(state),
+        tokens=f"{tokens_seen(state):,}" if tokens_seen(state) else None,
+    )  # fmt: skip
+
+
+def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]) -> list[EvalResult]:
+    """The model index: the validation perplexity of training, and every measurement."""
+    results = []
+    evaluations = [entry for entry in state.get("log_history", []) if "eval_perplexity" in entry]
+    if evaluations:
+        results.append(_perplexity("training data, held out", evaluations[-1]["eval_perplexity"], "fixed loops"))
+    for row in measurements:
+        results.append(_perplexity(row["dataset"], row["perplexity"], describe_policy(row)))
+    return results
+
+
+def _perplexity(dataset: str, value: float, how: str) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=dataset,
+        dataset_name=dataset,
+        metric_type="perplexity",
+        metric_name=f"perplexity, {how}",
+        metric_value=round(value, 4),
+    )
+
+
+def describe_policy(row: dict[str, Any]) -> str:
+    policy = row.get("policy")
+    if not policy:
+        return f"{row['num_loops']} fixed loops"
+    settings = ", ".join(f"{name} {value}" for name, value in policy.items() if name != "name")
+    return f"{policy['name']} ({settings})" if settings else policy["name"]
+
+
+def tradeoff_row(row: dict[str, Any]) -> str:
+    speed = f"{row['ms_per_token']:.1f}" if row.get("ms_per_token") is not None else ""
+    cells = [row["dataset"], describe_policy(row), f"{row['mean_steps']:.2f}", f"{row['perplexity']:.3f}", speed]
+    return f"| {' | '.join(cells)} |"
+
+
+def training_lines(state: dict[str, Any]) -> list[str]:
+    losses = [entry for entry in state.get("log_history", []) if "loss" in entry]
+    if not losses:
+        return []
+    lines = [
+        f"{state['global_step']:,} steps, {tokens_seen(state):,} tokens; last training loss {losses[-1]['loss']:.4f}"
+    ]
+    evaluations = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    if evaluations:
+        lines.append(f"validation loss {evaluations[-1]['eval_loss']:.4f} at step {evaluations[-1]['step']:,}")
+    return lines
+
+
+def tokens_seen(state: dict[str, Any]) -> int | None:
+    counts = [entry["tokens_seen"] for entry in state.get("log_history", []) if "tokens_seen" in entry]
+    return counts[-1] if counts else None
+
+
+def check_card(checkpoint: Path, repo: str | None = None) -> None:
+    """Fails where the numbers of the checkpoint's card are not those of its files."""
+    written, rendered = ModelCard.load(checkpoint / "README.md"), render_card(checkpoint, repo)
+
+    def numbers(card: ModelCard) -> list[tuple]:
+        return [(r.dataset_name, r.metric_name, r.metric_value) for r in card.data.eval_results or []]
+
+    def rows(card: ModelCard) -> list[str]:
+        return [line.strip() for line in card.text.splitlines() if line.startswith("|")]
+
+    for kind, found, expected in (
+        ("model-index", numbers(written), numbers(rendered)),
+        ("table", rows(written), rows(rendered)),
+        ("training facts", _facts(written), _facts(rendered)),
+    ):
+        if found != expected:
+            stale = [entry for entry in found if entry not in expected] or ["nothing"]
+            missing = [entry for entry in expected if entry not in found] or ["nothing"]
+            raise ValueError(
+                f"the card {checkpoint / 'README.md'} and the result files disagree ({kind}): the card has {stale[0]}, "
+                f"the files have {missing[0]}. Delete the card to have it written anew."
+            )
+
+
+def _facts(card: ModelCard) -> list[str]:
+    return [line for line in card.text.splitlines() if line.startswith(("- validation loss", "- ")) and "loss" in line]
+
+
+def count_parameters(checkpoint: Path) -> int:
+    total = 0
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return total
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
