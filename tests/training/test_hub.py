@@ -146,7 +146,7 @@ original_check = push.check_folder
 def test_private_repositories_and_tokens(hub, tmp_path, checkpoint, monkeypatch):
     monkeypatch.setattr(push, "check_folder", fast_check)
     repo = "someone/private"
-    with pytest.raises(PermissionError, match="no Hub token.*hf auth login"):
+    with pytest.raises(PermissionError, match=r"no Hub token.*hf auth login"):
         push.push(checkpoint, repo)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong_token")
     with pytest.raises(PermissionError, match="refused the token for someone/private") as refused:
@@ -251,7 +251,7 @@ def test_folders_that_are_not_fit_to_be_shared_are_refused(checkpoint, tmp_path)
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     (broken / "loop_cache.py").write_text("raise RuntimeError('broken on purpose')\n")
-    with pytest.raises(ValueError, match="does not load by its own remote code.*broken on purpose"):
+    with pytest.raises(ValueError, match=r"does not load by its own remote code.*broken on purpose"):
         push.check_folder(broken)
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "model.safetensors").unlink()

@@ -1,0 +1,44 @@
+"""What the commands of evaluation share: loading a checkpoint, and cutting text into blocks."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from recurrent_gpt2 import RecurrentGPT2ForCausalLM
+from training.data import Packer, Source, is_validation
+
+
+def load_checkpoint(name: str | Path) -> tuple[RecurrentGPT2ForCausalLM, PreTrainedTokenizerBase]:
+    """Model (in eval mode, fp32) and tokenizer of a folder or a repository on the Hub."""
+    try:
+        model = RecurrentGPT2ForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(f"there is no checkpoint {name}: {str(error).splitlines()[0]}") from error
+    if not model.config.loop_groups:
+        raise ValueError(f"the model {name} has no loop groups: there is nothing to evaluate.")
+    return model, tokenizer
+
+
+def held_out_documents(source: Source, validation_fraction: float | None) -> Iterator[str]:
+    """Documents of a source: those held out in training, or all of them where no fraction is given."""
+    for text in source.documents():
+        if validation_fraction is None or is_validation(text, validation_fraction):
+            yield text
+
+
+def blocks_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int, limit: int) -> torch.Tensor:
+    """The first blocks [n, block_size] of the texts, at most `limit`."""
+    packer, blocks = Packer(tokenizer, block_size), []
+    for text in texts:
+        blocks += list(packer.add([text]))
+        if len(blocks) >= limit:
+            break
+    if not blocks:
+        raise ValueError(
+            f"the text has no full block of {block_size} tokens: give more text or a smaller `--block_size`."
+        )
+    return torch.from_numpy(np.stack(blocks[:limit])).long()

@@ -1,0 +1,281 @@
+"""Quality against cost of every exit rule: `python -m evaluation.exit_tradeoff CHECKPOINT --source FILE --output DIR`.
+
+For each policy and threshold, and for fixed depths beside them: cross-entropy and perplexity on held-out text (one
+adaptive pass, which is exactly what decoding gives), steps per group, FLOPs, and ms/token of real generation at batch 1
+and 8 on the same prompts, in interleaved rounds. Every result is a line of `tradeoff.jsonl`, written when it is there,
+so that an interrupted sweep goes on where it stopped. `accelerate launch` spreads the sweep over processes; times are
+measured by one of them, afterwards.
+
+Two rules at the same threshold are at different depths. `compare` therefore sets every adaptive result beside fixed
+depth at the same mean number of steps, sequence by sequence, with bootstrap intervals.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from scipy.stats import bootstrap
+from tqdm.auto import tqdm
+
+from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
+from training.data import Source
+from training.estimate import forward_flops
+
+from .common import blocks_of, held_out_documents, load_checkpoint
+
+PAPER_THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
+# A rule is swept over a range that takes it from never to at once: the paper's thresholds and a denser grid.
+OF_NORMS = (*PAPER_THRESHOLDS, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 2.0, 4.0, 8.0)
+OF_RATIOS = (1e-4, 1e-3, 3e-3, 1e-2, 0.03, 0.06, 0.1, 0.2, 0.4)
+SWEEPS = {
+    "step_norm": ({"name": "step_norm"}, OF_NORMS),
+    "step_norm/state": ({"name": "step_norm", "normalize": "state"}, OF_RATIOS),
+    "kl": ({"name": "kl"}, (*PAPER_THRESHOLDS, 0.03, 0.1, 0.3, 1.0)),
+    "acceleration": ({"name": "acceleration"}, OF_NORMS),
+    "acceleration/state": ({"name": "acceleration", "normalize": "state"}, OF_RATIOS),
+    "acceleration/step": ({"name": "acceleration", "normalize": "step"}, (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
+}
+FIXED_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the sweep: a rule with a threshold, or a fixed depth (`rule` "fixed", no policy)."""
+
+    rule: str
+    policy: str | None  # JSON, so that settings can be compared and saved
+    num_loops: int  # the cap, or the fixed depth
+
+    @property
+    def exit_policy(self) -> dict[str, Any] | None:
+        return None if self.policy is None else json.loads(self.policy)
+
+
+def make_settings(
+    rules: list[str], cap: int, min_loops: int = 1, thresholds: list[float] | None = None
+) -> list[Setting]:
+    """The sweep: fixed depths up to the cap, and every rule at every threshold."""
+    settings = [Setting("fixed", None, depth) for depth in sorted({*FIXED_DEPTHS, cap}) if depth <= cap]
+    for rule in rules:
+        if rule not in SWEEPS:
+            raise ValueError(f"`--rules` has {rule!r}, but must be among {', '.join(SWEEPS)}.")
+        policy, defaults = SWEEPS[rule]
+        for threshold in thresholds or defaults:
+            full = ExitPolicy.from_dict({**policy, "threshold": threshold, "min_loops": min_loops}).to_dict()
+            settings.append(Setting(rule, json.dumps(full, sort_keys=True), cap))
+    return settings
+
+
+@dataclass
+class Result:
+    setting: Setting
+    cross_entropy: float
+    perplexity: float
+    mean_steps: list[float]  # per group
+    std_steps: list[float]
+    flops_per_token: float  # decoding for the rule included
+    sequence_losses: list[float]  # mean cross-entropy of every block, for paired comparisons
+    ms_per_token: dict[str, float] = field(default_factory=dict)  # batch size -> median
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean steps over groups, weighted by nothing: the x-axis of the fair comparison."""
+        return float(np.mean(self.mean_steps))
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "setting": vars(self.setting)})
+
+    @classmethod
+    def from_json(cls, line: str) -> "Result":
+        values = json.loads(line)
+        return cls(**{**values, "setting": Setting(**values["setting"])})
+
+
+@torch.no_grad()
+def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Setting, batch_size: int = 8) -> Result:
+    """Quality and steps of a setting, in one adaptive pass over each block."""
+    losses, steps = [], []
+    for batch in blocks.to(model.device).split(batch_size):
+        output = model(batch, exit_policy=setting.exit_policy, num_loops=setting.num_loops, use_cache=False)
+        logits = output.logits[:, :-1].float().transpose(1, 2)
+        losses.append(torch.nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none").double().mean(1))
+        steps.append(output.loop_steps.flatten(0, 1).double())
+    losses, steps = torch.cat(losses), torch.cat(steps)
+    mean = losses.mean().item()
+    return Result(
+        setting,
+        cross_entropy=mean,
+        perplexity=float(np.exp(mean)),
+        mean_steps=steps.mean(0).tolist(),
+        std_steps=steps.std(0, correction=0).tolist(),
+        flops_per_token=flops_per_token(model.config, setting, steps.mean(0).tolist(), blocks.shape[1] // 2),
+        sequence_losses=losses.tolist(),
+    )
+
+
+def flops_per_token(config, setting: Setting, mean_steps: list[float], context: int) -> float:
+    flops = forward_flops(config, mean_steps, context)
+    if setting.rule == "kl":  # every step passes through the head, but for the last possible one, which decides nothing
+        decoded = sum(min(steps, setting.num_loops - 1) for steps in mean_steps)
+        flops += decoded * 2 * config.hidden_size * config.vocab_size
+    return flops
+
+
+def measure_times(
+    model: RecurrentGPT2ForCausalLM,
+    prompts: torch.Tensor,
+    results: list[Result],
+    batch_sizes: tuple[int, ...] = (1, 8),
+    new_tokens: int = 32,
+    rounds: int = 3,
+) -> None:
+    """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians."""
+    total = len(batch_sizes) * rounds * len(results)
+    times: dict[tuple[int, int], list[float]] = {}
+    with tqdm(total=total, desc="generation", unit=" runs") as progress:
+        for batch_size in batch_sizes:
+            batch = prompts[:batch_size]
+            for _ in range(rounds):
+                for place, result in enumerate(results):
+                    started = time.perf_counter()
+                    model.generate(
+                        batch, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+                        exit_policy=result.setting.exit_policy, num_loops=result.setting.num_loops,
+                    )  # fmt: skip
+                    elapsed = 1000 * (time.perf_counter() - started) / (new_tokens * batch_size)
+                    times.setdefault((batch_size, place), []).append(elapsed)
+                    progress.update()
+    for (batch_size, place), values in times.items():
+        results[place].ms_per_token[str(batch_size)] = float(np.median(values))
+
+
+def read_results(output: Path) -> dict[Setting, Result]:
+    """All results of a sweep so far, whichever process wrote them."""
+    results = {}
+    for file in sorted(output.glob("tradeoff*.jsonl")):
+        for line in file.read_text().splitlines():
+            try:
+                result = Result.from_json(line)
+            except ValueError:  # a line cut short
+                continue
+            known = results.get(result.setting)
+            if known is None or result.ms_per_token:
+                results[result.setting] = result
+    return results
+
+
+@dataclass
+class Comparison:
+    """A rule against fixed depth at the same mean steps: the difference in cross-entropy, and its 95 % interval."""
+
+    setting: Setting
+    mean_depth: float
+    difference: float  # negative: the rule is better
+    low: float
+    high: float
+
+
+def compare(results: list[Result], seed: int = 0) -> list[Comparison]:
+    """Every adaptive result beside fixed depth at its mean steps, sequence by sequence.
+
+    Fixed depth between two whole depths is the line between them, as if a share of the texts had the one and the rest
+    the other.
+    """
+    fixed = sorted((r for r in results if r.setting.rule == "fixed"), key=lambda r: r.mean_depth)
+    depths = np.array([result.mean_depth for result in fixed])
+    losses = np.array([result.sequence_losses for result in fixed])  # [depths, sequences]
+    comparisons = []
+    for result in results:
+        if result.setting.rule == "fixed" or not depths[0] <= result.mean_depth <= depths[-1]:
+            continue
+        upper = min(max(int(np.searchsorted(depths, result.mean_depth)), 1), len(depths) - 1)
+        share = (result.mean_depth - depths[upper - 1]) / (depths[upper] - depths[upper - 1])
+        matched = (1 - share) * losses[upper - 1] + share * losses[upper]
+        differences = np.array(result.sequence_losses) - matched
+        low = high = differences.mean()
+        if len(differences) > 1 and differences.std() > 0:
+            random = np.random.default_rng(seed)
+            interval = bootstrap((differences,), np.mean, n_resamples=2000, method="percentile", rng=random)
+            low, high = interval.confidence_interval
+        comparisons.append(
+            Comparison(result.setting, result.mean_depth, float(differences.mean()), float(low), float(high))
+        )
+    return comparisons
+
+
+def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path, batch_size: int = 8) -> list[Result]:
+    """Scores all settings that are not there yet, this process its share of them, and returns all results."""
+    state = PartialState()
+    output.mkdir(parents=True, exist_ok=True)
+    done = read_results(output)
+    mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
+    file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")
+    with file.open("a") as lines:
+        for setting in tqdm(mine, desc="scoring", unit=" settings", disable=not state.is_main_process):
+            lines.write(score(model, blocks, setting, batch_size).to_json() + "\n")
+            lines.flush()
+    state.wait_for_everyone()
+    done = read_results(output)
+    return [done[setting] for setting in settings]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="folder or name on the Hub")
+    parser.add_argument("--source", required=True, help="text: a file, or python-docs")
+    parser.add_argument("--validation_fraction", type=float, help="use only the documents held out with this fraction")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
+    parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
+    parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument("--min_loops", type=int, default=1, help="least steps of every rule")
+    parser.add_argument("--blocks", type=int, default=32, help="blocks of text to score")
+    parser.add_argument("--block_size", type=int, help="tokens of a block; the model's positions when left out")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
+    options = parser.parse_args(arguments)
+    settings = make_settings(options.rules, options.num_loops, options.min_loops, options.thresholds)
+    model, tokenizer = load_checkpoint(options.checkpoint)
+    block_size = options.block_size or model.config.max_position_embeddings
+    documents = held_out_documents(Source(options.source), options.validation_fraction)
+    blocks = blocks_of(documents, tokenizer, block_size, options.blocks)
+    results = run_sweep(model, blocks, settings, options.output, options.batch_size)
+    untimed = [result for result in results if not result.ms_per_token]
+    if PartialState().is_main_process and options.rounds > 0 and untimed:
+        prompts = blocks[:, : max(block_size // 4, 1)].repeat(-(-8 // len(blocks)), 1)[:8]
+        measure_times(model, prompts, results, rounds=options.rounds)
+        with (options.output / "tradeoff.jsonl").open("a") as lines:
+            lines.writelines(result.to_json() + "\n" for result in results)
+    if PartialState().is_main_process:
+        print_table(results)
+
+
+def print_table(results: list[Result]) -> None:
+    against_fixed = {comparison.setting: comparison for comparison in compare(results)}
+    print(
+        "| rule | threshold | mean steps | cross-entropy | against fixed depth [95 %] | ms/token (1) | ms/token (8) |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for result in results:
+        policy, comparison = result.setting.exit_policy, against_fixed.get(result.setting)
+        threshold = f"{policy['threshold']:g}" if policy else f"{result.setting.num_loops} loops"
+        difference = ""
+        if comparison is not None:
+            difference = f"{comparison.difference:+.4f} [{comparison.low:+.4f}, {comparison.high:+.4f}]"
+        times = [f"{result.ms_per_token[size]:.2f}" if size in result.ms_per_token else "" for size in ("1", "8")]
+        cells = [result.setting.rule, threshold, f"{result.mean_depth:.2f}", f"{result.cross_entropy:.4f}", difference]
+        print(f"| {' | '.join([*cells, *times])} |")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,109 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation import exit_tradeoff
+from evaluation.exit_tradeoff import Result, Setting, compare, make_settings, read_results, run_sweep, score
+from recurrent_gpt2 import LoopCache
+from tests.helpers import random_ids, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(0.3, torch.float64, num_loops=6)
+
+
+def test_adaptive_perplexity_of_one_pass_is_that_of_decoding(model):
+    blocks = random_ids(3, 12)
+    for setting in make_settings(["step_norm", "kl", "acceleration"], cap=6, thresholds=[0.1, 2.5]):
+        result = score(model, blocks, setting, batch_size=2)
+        losses, steps = [], []
+        with torch.no_grad():
+            for row in blocks:
+                cache = LoopCache(model.config)
+                arguments = {"exit_policy": setting.exit_policy, "num_loops": setting.num_loops}
+                for t in range(12):
+                    output = model(row[None, t : t + 1], past_key_values=cache, **arguments)
+                    steps.append(output.loop_steps[0, 0])
+                    if t < 11:
+                        losses.append(-output.logits[0, 0].log_softmax(-1)[row[t + 1]])
+        assert result.cross_entropy == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(result.cross_entropy))
+        assert result.mean_steps == pytest.approx(torch.stack(steps).double().mean(0).tolist())
+
+
+def test_a_sweep_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
+    blocks = random_ids(2, 8)
+    settings = make_settings(["step_norm"], cap=4, thresholds=[0.5, 2.5])
+    scored = []
+
+    def counted(model, blocks, setting, batch_size):
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        scored.append(setting)
+        return score(model, blocks, setting, batch_size)
+
+    monkeypatch.setattr(exit_tradeoff, "score", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(model, blocks, settings, tmp_path)
+    with (tmp_path / "tradeoff.jsonl").open("a") as file:
+        file.write('{"setting": {"ru')  # cut short by a crash
+        file.write("\n")
+    assert len(read_results(tmp_path)) == 3
+    monkeypatch.setattr(exit_tradeoff, "score", lambda *args: scored.append(args[2]) or score(*args))
+    results = run_sweep(model, blocks, settings, tmp_path)
+    assert [result.setting for result in results] == settings
+    assert len(scored) == len(set(scored)) == len(settings)
+
+
+def result_of(rule, depth, losses, policy="{}"):
+    setting = Setting(rule, None if rule == "fixed" else policy, int(depth) if rule == "fixed" else 9)
+    return Result(setting, float(np.mean(losses)), 1.0, [depth] * 2, [0.0] * 2, 0.0, list(losses))
+
+
+def test_comparison_is_with_fixed_depth_at_the_same_mean():
+    random = np.random.default_rng(0)
+    easy = random.normal(5, 1, 64)  # what texts differ in, whatever the depth
+    fixed = [result_of("fixed", depth, easy - 0.1 * depth) for depth in (1, 2, 4)]
+    as_good = result_of("kl", 3.0, easy - 0.3 + random.normal(0, 0.01, 64))
+    better = result_of("step_norm", 1.5, easy - 0.35 + random.normal(0, 0.01, 64))
+    outside = result_of("acceleration", 6.0, easy)
+    first, second = compare([*fixed, as_good, better, outside])
+    assert first.difference == pytest.approx(0, abs=0.005)
+    assert first.low < 0 < first.high
+    assert second.difference == pytest.approx(-0.2, abs=0.005)
+    assert second.high < -0.19
+
+
+def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):
+    tiny_model(std=0.3).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("TheQuickBrownFoxJumpsOverTheLazyDog" * 40)
+    arguments = [
+        str(tmp_path / "model"), "--source", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--rules",
+        "acceleration", "kl", "--thresholds", "0.01", "3", "--num_loops", "4", "--blocks", "4", "--rounds", "1",
+        "--block_size", "16",
+    ]  # fmt: skip
+    exit_tradeoff.main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("\n| ") == 4 + 4
+    results = read_results(tmp_path / "out")
+    assert len(results) == 8
+    assert all(result.ms_per_token.keys() == {"1", "8"} for result in results.values())
+    lines = (tmp_path / "out" / "tradeoff.jsonl").read_text()
+    exit_tradeoff.main(arguments)  # nothing is left to do
+    assert (tmp_path / "out" / "tradeoff.jsonl").read_text() == lines
+
+
+def test_bad_input_is_a_sentence(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"no_such_rule.*acceleration"):
+        make_settings(["no_such_rule"], cap=4)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        exit_tradeoff.main([str(tmp_path / "missing"), "--source", "x.txt", "--output", str(tmp_path)])
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "short.txt").write_text("ab")
+    with pytest.raises(ValueError, match="no full block"):
+        exit_tradeoff.main([str(tmp_path), "--source", str(tmp_path / "short.txt"), "--output", str(tmp_path / "out")])
