@@ -20,7 +20,7 @@ smoke runs/smoke/config.json: | $(INSTALLED)
 	$(BIN)/python -m training.train training/recipes/smoke.yaml --resume
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # DeepSpeed is for these tests only; its compiled kernels are for GPUs and are left out.
 test-slow: $(INSTALLED)
