@@ -129,6 +129,9 @@ class RecurrentGPT2Config(PreTrainedConfig):
         for name in ("embd_dropout", "attention_dropout", "resid_dropout"):
             if not 0 <= getattr(self, name) < 1:  # False for NaN too
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be in [0, 1).")
+        if self.mean_loops > 1e6 or abs(self.noise_seed) > 2**40:
+            given = f"`mean_loops` is {self.mean_loops} and `noise_seed` {self.noise_seed}"
+            raise ValueError(f"{given}, but they must be at most 1e6 and 2**40.")
         for name in ("rms_norm_eps", "initializer_range", "mean_loops"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a finite number above 0.")

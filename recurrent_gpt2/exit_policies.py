@@ -47,7 +47,8 @@ def register_exit_policy(name: str) -> Callable[[type["ExitPolicy"]], type["Exit
 
     def register(cls: type["ExitPolicy"]) -> type["ExitPolicy"]:
         known = _REGISTRY.get(name)
-        if known is not None and known.__qualname__ != cls.__qualname__:
+        same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+        if known is not None and not same:
             raise ValueError(f"exit policy {name!r} is already registered, by {known.__qualname__}.")
         cls.name = name
         _REGISTRY[name] = cls
@@ -113,7 +114,7 @@ class ExitPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as a JSON-able dict; `from_dict` is the way back."""
-        if not self.name:
+        if _REGISTRY.get(self.name) is not type(self):  # a subclass inherits the name, but is not what it stands for
             raise ValueError(
                 f"{type(self).__name__} has no name to be saved under: @register_exit_policy gives it one."
             )
@@ -273,7 +274,7 @@ def _resolve_one(policy: Any) -> Policy | None:
         policy = ExitPolicy.from_dict({"name": policy})
     elif isinstance(policy, dict):
         policy = ExitPolicy.from_dict(policy)
-    if policy is None or getattr(policy, "name", None) == "fixed":
+    if policy is None or (type(policy).__name__, getattr(policy, "name", None)) == ("FixedLoops", "fixed"):
         return None
     if isinstance(policy, type) or not callable(policy):
         raise ValueError(
@@ -281,6 +282,19 @@ def _resolve_one(policy: Any) -> Policy | None:
             "policy object, a callable, a dict with a name, or a list with one of these per group."
         )
     return policy
+
+
+def check_exits(exits: Any, policy: Policy, n: int, memory: dict[str, Any]) -> None:
+    """Fails with a sentence where a policy did not answer as it must."""
+    if not isinstance(exits, torch.Tensor) or exits.dtype != torch.bool or exits.shape != (n,):
+        got = f"{exits.dtype} {list(exits.shape)}" if isinstance(exits, torch.Tensor) else _shown(exits)
+        raise ValueError(f"the exit policy {_shown(policy)} returned {got}, but must return a bool tensor [{n}].")
+    for name, value in memory.items():
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (n,):
+            raise ValueError(
+                f"the exit policy {_shown(policy)} keeps {_shown(value)} as {name!r} in `memory`, but must keep "
+                f"tensors with a row for each of the {n} active tokens."
+            )
 
 
 def exit_policy_to_json(exit_policy: Any) -> Any:

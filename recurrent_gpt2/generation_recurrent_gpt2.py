@@ -10,7 +10,7 @@ import torch
 from transformers.utils import ModelOutput, logging
 
 from .exit_policies import exit_policy_to_json, resolve_exit_policy
-from .loop_cache import LoopCache
+from .loop_cache import LoopCache, check_cache_strategy
 
 logger = logging.get_logger(__name__)
 
@@ -74,6 +74,9 @@ class LoopGenerationMixin:
     ) -> None:
         cache_strategy = model_kwargs.pop("cache_strategy", None)
         _check_cache_implementation(generation_config.cache_implementation)
+        check_cache_strategy(cache_strategy or self.config.cache_strategy)
+        if cache_strategy == "last_step" and generation_config.cache_implementation == "static":
+            raise ValueError("`cache_strategy='last_step'` and `cache_implementation='static'` exclude each other.")
         max_cache_length = self._limit_length(generation_config, model_kwargs, max_cache_length)
         makes_cache = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
         if makes_cache and generation_config.cache_implementation != "static":
@@ -99,10 +102,22 @@ class LoopGenerationMixin:
             generation_config.max_length -= max_cache_length - allowed
         return min(max_cache_length, allowed)
 
-    def _get_candidate_generator(self, *args, model_kwargs: dict[str, Any], **kwargs):
+    def _get_candidate_generator(self, *args, generation_config, model_kwargs: dict[str, Any], **kwargs):
         # An assistant that is a looped model has loops of its own, set in its own config or generation config.
         model_kwargs = {name: value for name, value in model_kwargs.items() if name not in LOOP_ARGUMENTS}
-        return super()._get_candidate_generator(*args, model_kwargs=model_kwargs, **kwargs)
+        generator = super()._get_candidate_generator(
+            *args, generation_config=generation_config, model_kwargs=model_kwargs, **kwargs
+        )
+        make_candidates, longest = generator.get_candidates, generation_config.max_length - 1
+
+        def get_candidates(input_ids: torch.Tensor, *args, **kwargs):
+            """Cut where generation will end: prompt lookup would go beyond the model's positions."""
+            candidates, logits = make_candidates(input_ids, *args, **kwargs)
+            candidates = candidates[:, : max(longest, input_ids.shape[1])]
+            return candidates, None if logits is None else logits[:, : candidates.shape[1] - input_ids.shape[1]]
+
+        generator.get_candidates = get_candidates
+        return generator
 
     def _sample(self, input_ids, generation_config, **kwargs):
         outputs = super()._sample(input_ids, generation_config=generation_config, **kwargs)
@@ -159,6 +174,8 @@ class LoopGenerationMixin:
         saved = self.generation_config
         if any(getattr(saved, name, None) is not None for name in LOOP_ARGUMENTS):
             saved.exit_policy = exit_policy_to_json(getattr(saved, "exit_policy", None))
+            resolve_exit_policy(saved.exit_policy, len(self.config.loop_groups))  # fails here rather than at every load
+            self.config.loops_per_group(getattr(saved, "num_loops", None))
             saved._from_model_config = False  # else fields that are not transformers' own are lost on load
         return super().save_pretrained(*args, **kwargs)
 

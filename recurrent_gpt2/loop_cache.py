@@ -48,12 +48,16 @@ class Slot(DynamicLayer):
                 self.values = torch.cat([self.values[:, :, :start], values], dim=2)
             return self.keys, self.values
         end = start + keys.shape[2]
-        if self._room is None or self._room[0].shape[2] < end:
+        if self._room is None or self._room[0].shape[2] < end or self._is_read_only():
             self._make_room(start, end, keys)
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, start:end] = new
         self.keys, self.values = (room[:, :, :end] for room in self._room)
         return self.keys, self.values
+
+    def _is_read_only(self) -> bool:
+        """Made in inference mode, which has been left since."""
+        return self._room[0].is_inference() and not torch.is_inference_mode_enabled()
 
     def _make_room(self, start: int, end: int, like: torch.Tensor) -> None:
         batch, heads, _, head_dim = like.shape
@@ -76,7 +80,7 @@ class Slot(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         _check_crop(tokens_to_remove)
-        self.truncate(self.get_seq_length() + tokens_to_remove)
+        self.truncate(max(self.get_seq_length() + tokens_to_remove, 0))
 
     def reset(self) -> None:
         self._room = None
@@ -141,14 +145,10 @@ class PerStepLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.slots[0].lazy_initialization(key_states, value_states)
 
-    # `keys`, `values` and `is_initialized` are attributes of every cache layer; here they are those of the first slot.
-    @property
-    def is_initialized(self) -> bool:
-        return self.slots[0].is_initialized
-
-    @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        pass
+    # Attributes of every cache layer, which its constructor sets; here they are those of the first slot.
+    is_initialized = property(lambda self: self.slots[0].is_initialized, lambda self, value: None)
+    keys = property(lambda self: self.slots[0].keys, lambda self, value: None)
+    values = property(lambda self: self.slots[0].values, lambda self, value: None)
 
     def get_seq_length(self) -> int:
         return self.slots[0].get_seq_length()
@@ -161,7 +161,7 @@ class PerStepLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         _check_crop(tokens_to_remove)
-        length = self.get_seq_length() + tokens_to_remove  # deeper slots may be shorter than this
+        length = max(self.get_seq_length() + tokens_to_remove, 0)  # deeper slots may be shorter than this
         for slot in self.slots:
             slot.truncate(length)
 
@@ -236,8 +236,7 @@ class LoopCache(Cache):
         num_loops: int | list[int] | None = None,
     ):
         strategy = config.cache_strategy if cache_strategy is None else cache_strategy
-        if strategy not in CACHE_STRATEGIES:
-            raise ValueError(f"`cache_strategy` is {strategy!r}, but must be one of {', '.join(CACHE_STRATEGIES)}.")
+        check_cache_strategy(strategy)
         group_of = {layer: index for index, group in enumerate(config.loop_groups) for layer in group}
         loops = config.loops_per_group(num_loops)
 
@@ -267,7 +266,7 @@ class LoopCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.loop_steps is not None:
-            self.loop_steps = self.loop_steps[:, : self.loop_steps.shape[1] + tokens_to_remove]
+            self.loop_steps = self.loop_steps[:, : max(self.loop_steps.shape[1] + tokens_to_remove, 0)]
 
     def reset(self) -> None:
         super().reset()
@@ -297,6 +296,11 @@ def _merge(packed: torch.Tensor, before: torch.Tensor | None, active: ActiveToke
     else:
         full = before.transpose(1, 2)
     return active.unpack(packed, full).transpose(1, 2)
+
+
+def check_cache_strategy(strategy: str) -> None:
+    if strategy not in CACHE_STRATEGIES:
+        raise ValueError(f"`cache_strategy` is {strategy!r}, but must be one of {', '.join(CACHE_STRATEGIES)}.")
 
 
 def _check_crop(tokens_to_remove: int) -> None:

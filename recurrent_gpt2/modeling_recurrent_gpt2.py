@@ -12,8 +12,7 @@ keys and values of its last step, and nothing more is computed for it.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
-from .exit_policies import LoopView, Policy, resolve_exit_policy
+from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
 from .from_gpt2 import config_from_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
@@ -262,19 +261,24 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
 @dataclass
 class _LoopContext:
-    """What the loops of one forward pass share, and their results."""
+    """What the loops of one forward pass share."""
 
     position_ids: torch.Tensor  # [batch or 1, seq]
     attention_mask: Any  # in the form that the attention kernel takes; None: plain causal
-    dense_mask: Callable[[], torch.Tensor | None]  # the same as a tensor [batch, 1, seq, keys], made when needed
-    real_tokens: torch.Tensor | None  # [batch, seq]; None: there is no padding
+    make_dense_mask: Callable[[], torch.Tensor | None]  # the same as a tensor [batch, 1, seq, keys]
+    real_tokens: torch.Tensor | None  # [batch, seq]; None: all tokens are looped, padding too if there is any
     cache: LoopCache | None
     freeze: bool  # compute all tokens and freeze the inactive, for kernels that can't take the active ones alone
+    decode: Callable[[torch.Tensor], torch.Tensor]
+    keep_trajectory: bool
     kwargs: dict[str, Any]  # for the layers
-    decode: Callable[[torch.Tensor], torch.Tensor] | None = None
-    keep_trajectory: bool = False
-    loop_steps: list[torch.Tensor] = field(default_factory=list)  # one per group
-    trajectories: list[torch.Tensor] = field(default_factory=list)
+    _dense_mask: torch.Tensor | None = None
+
+    def dense_mask(self) -> torch.Tensor | None:
+        """Made when some token first leaves its loop."""
+        if self._dense_mask is None:
+            self._dense_mask = self.make_dense_mask()
+        return self._dense_mask
 
 
 class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
@@ -346,18 +350,27 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         if position_ids is None:
             position_ids = self._count_positions(inputs_embeds, attention_mask, past_key_values)
         self._check_length(inputs_embeds, position_ids, past_key_values)
-        context = self._loop_context(inputs_embeds, attention_mask, position_ids, past_key_values, adaptive, kwargs)
-        context.decode = decode or _no_head
-        context.keep_trajectory = output_loop_trajectory
+        real_tokens = None  # [batch, seq], where padding is known
+        if attention_mask is not None and attention_mask.ndim == 2:
+            real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
+        context = self._loop_context(
+            inputs_embeds, attention_mask, position_ids, past_key_values, real_tokens, adaptive, kwargs,
+            decode or _no_head, output_loop_trajectory,
+        )  # fmt: skip
 
         hidden_states = (inputs_embeds + self.embed_positions(position_ids)) * self.embedding_scale
         hidden_states = self.dropout(hidden_states)
+        loop_steps, trajectories = [], []
         group_starting_at = {group[0]: index for index, group in enumerate(self.config.loop_groups)}
         layer = 0
         while layer < len(self.layers):
             group = group_starting_at.get(layer)
             if group is not None:
-                hidden_states = self._run_group(group, hidden_states, num_loops[group], policies[group], context)
+                hidden_states, steps, trajectory = self._run_group(
+                    group, hidden_states, num_loops[group], policies[group], context
+                )
+                loop_steps.append(steps)
+                trajectories.append(trajectory)
                 layer += len(self.config.loop_groups[group])
                 continue
             cache_arguments = {} if past_key_values is None else {"past_key_values": past_key_values}
@@ -367,30 +380,31 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             layer += 1
         hidden_states = self.norm(hidden_states)
 
-        if context.loop_steps:
-            loop_steps = torch.stack(context.loop_steps, dim=-1)
+        if loop_steps:
+            loop_steps = torch.stack(loop_steps, dim=-1)
         else:
             loop_steps = torch.zeros(*hidden_states.shape[:2], 0, dtype=torch.long, device=hidden_states.device)
-        if context.real_tokens is not None:
-            loop_steps = loop_steps * context.real_tokens[..., None]  # in training, padding is looped with the rest
+        if real_tokens is not None:
+            loop_steps = loop_steps * real_tokens[..., None]  # padding may have been looped with the rest
         if past_key_values is not None and not past_key_values.is_compileable:
             past_key_values.record_loop_steps(loop_steps)
         return RecurrentModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values,
             loop_steps=loop_steps,
-            loop_trajectory=tuple(context.trajectories) if output_loop_trajectory else None,
+            loop_trajectory=tuple(trajectories) if output_loop_trajectory else None,
         )
 
     def _run_group(
         self, group: int, entry: torch.Tensor, num_loops: int, policy: Policy | None, context: _LoopContext
-    ) -> torch.Tensor:
-        """The loop of a group: takes its input e and returns every token's last state, [batch, seq, hidden] each."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The loop of a group, from its input e [batch, seq, hidden] to every token's last state, the same shape; with
+        the steps taken [batch, seq] and, if asked for, the states of all steps [steps + 1, batch, seq, hidden]."""
         noise = None if self.training else self.start_noise[group][context.position_ids].expand_as(entry)
         loop = LoopState(
             self._start_state(entry, noise),
             self.loop_inputs[group].input_proj(entry),
-            None if self.training else context.real_tokens,
+            context.real_tokens,
         )
         trajectory = [loop.final]
         first_with_gradient = 0
@@ -408,6 +422,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             update = update.flatten(0, 1)
             state = new_state.flatten(0, 1)
             exits = policy(LoopView(group, step, state, update, loop.previous_update, loop.memory, context.decode))
+            check_exits(exits, policy, state.shape[0], loop.memory)
             loop.previous_update = update
             if exits.any():
                 loop.leave(exits, step + 1)
@@ -415,10 +430,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
                     break
 
         loop.finish(num_loops)
-        context.loop_steps.append(loop.loop_steps)
-        if context.keep_trajectory:
-            context.trajectories.append(torch.stack(trajectory))
-        return loop.final
+        return loop.final, loop.loop_steps, torch.stack(trajectory) if context.keep_trajectory else None
 
     def _step(
         self, group: int, step: int, loop: LoopState, noise: torch.Tensor | None, context: _LoopContext
@@ -482,33 +494,34 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor,
         past_key_values: LoopCache | None,
+        real_tokens: torch.Tensor | None,
         adaptive: bool,
         kwargs: dict[str, Any],
+        decode: Callable[[torch.Tensor], torch.Tensor],
+        keep_trajectory: bool,
     ) -> _LoopContext:
-        length = inputs_embeds.shape[1]
-        mask = create_causal_mask(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids
-        )
+        config = self.config
+        mask = create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
 
-        @cache
-        def dense_mask() -> torch.Tensor | None:
-            if mask is not None or length == 1:
+        def make_dense_mask() -> torch.Tensor | None:
+            if mask is not None or inputs_embeds.shape[1] == 1:
                 return mask
             # No mask was needed, so these tokens are the first; the cache has grown since and must not be asked.
-            return create_causal_mask(self.config, inputs_embeds, attention_mask, None, allow_is_causal_skip=False)
+            return create_causal_mask(config, inputs_embeds, attention_mask, None, allow_is_causal_skip=False)
 
-        real_tokens = None
-        if attention_mask is not None and attention_mask.ndim == 2:
-            real_tokens = attention_mask[:, -length:].bool()
-            real_tokens = None if real_tokens.all() else real_tokens
-        some_inactive = adaptive or (real_tokens is not None and not self.training)
-        records = any(
-            kwargs.get(name) or getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")
-        )
-        freeze = some_inactive and (records or self.config._attn_implementation not in GATHERING_KERNELS)
+        # Padding is left out of loops, but for training (whose batches are full) and compiled code (whose shapes must
+        # not depend on data).
+        if self.training or torch.compiler.is_compiling() or (real_tokens is not None and real_tokens.all()):
+            real_tokens = None
+        some_inactive = adaptive or real_tokens is not None
+        recorded = ("output_hidden_states", "output_attentions")
+        records = any(kwargs.get(name) or getattr(config, name) for name in recorded)
+        freeze = some_inactive and (records or config._attn_implementation not in GATHERING_KERNELS)
         if past_key_values is None and some_inactive and not freeze:
-            past_key_values = LoopCache(self.config, "last_step")  # for the chunk's own keys and values, while it loops
-        return _LoopContext(position_ids, mask, dense_mask, real_tokens, past_key_values, freeze, kwargs)
+            past_key_values = LoopCache(config, "last_step")  # for the chunk's own keys and values, while it loops
+        return _LoopContext(
+            position_ids, mask, make_dense_mask, real_tokens, past_key_values, freeze, decode, keep_trajectory, kwargs
+        )
 
     def _count_positions(
         self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: LoopCache | None
@@ -523,15 +536,18 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     def _check_length(
         self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, past_key_values: LoopCache | None
     ) -> None:
-        if past_key_values is not None and past_key_values.is_compileable:
-            return  # its size was checked when it was made, and reading its length would break the compiled graph
+        if torch.compiler.is_compiling():
+            return
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         limit = self.config.max_position_embeddings
-        # Only a text that may be too long is looked at: reading positions makes a GPU wait.
-        if past + inputs_embeds.shape[1] > limit and (last := int(position_ids.max())) >= limit:
+        # Reading positions makes a GPU wait: there, only a text that may be too long is looked at.
+        if position_ids.device.type != "cpu" and past + inputs_embeds.shape[1] <= limit:
+            return
+        first, last = int(position_ids.min()), int(position_ids.max())
+        if first < 0 or last >= limit:
             raise ValueError(
-                f"the text has {last + 1} tokens, but the model has positions for {limit} "
-                "(`max_position_embeddings`): shorten the text, or generate fewer tokens."
+                f"the text has positions {first} to {last} (`position_ids`), that is, up to {last + 1} tokens, but the "
+                f"model has positions for {limit} (`max_position_embeddings`): shorten the text, or generate less."
             )
 
     def _check_cache(self, past_key_values: Cache | None, adaptive: bool) -> None:

@@ -178,6 +178,45 @@ def test_a_policy_of_ones_own():
         type("Nameless", (ExitPolicy,), {})().to_dict()
 
 
+def test_a_subclass_is_not_what_its_parent_is_saved_as():
+    class Mine(AccelerationExit):
+        def measure(self, view):
+            return None
+
+    with pytest.raises(ValueError, match="has no name"):
+        Mine().to_dict()
+
+    class Always(FixedLoops):
+        def __call__(self, view):
+            return torch.ones(view.state.shape[0], dtype=torch.bool)
+
+    assert (tiny_model()(random_ids(1, 4), exit_policy=Always()).loop_steps == 1).all()
+
+    class KLExit(ExitPolicy):
+        pass
+
+    with pytest.raises(ValueError, match="already registered"):
+        register_exit_policy("kl")(KLExit)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [True, None, [True] * 4, torch.ones(4), torch.ones(4, dtype=torch.long), torch.ones(3, dtype=torch.bool),
+     torch.ones(4, 1, dtype=torch.bool)],
+    ids=repr,
+)  # fmt: skip
+def test_a_wrong_answer_of_a_callable_is_an_error_that_says_what_it_must_be(answer):
+    with pytest.raises(ValueError, match=r"must return a bool tensor \[4\]"):
+        tiny_model()(random_ids(1, 4), exit_policy=lambda view: answer)
+
+    def forgetful(view):
+        view.memory["count"] = 3
+        return torch.zeros(4, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match=r"'count' in `memory`"):
+        tiny_model()(random_ids(1, 4), exit_policy=forgetful)
+
+
 def test_a_plain_callable_decides_for_active_tokens_only():
     seen = []
 

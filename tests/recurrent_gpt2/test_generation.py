@@ -176,6 +176,10 @@ def test_generation_up_to_the_last_position_and_not_beyond(model, caplog):
     assert torch.equal(model.generate(ids, max_new_tokens=100, exit_policy=POLICY, eos_token_id=None), full)
     with pytest.raises(ValueError, match="positions for 48"):
         model.generate(random_ids(1, 60), max_new_tokens=2)
+    for helper in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": model.draft(2)}, {"num_beams": 2}):
+        longest = model.generate(ids, max_new_tokens=100, exit_policy=POLICY, eos_token_id=None, **helper)
+        assert longest.shape == (1, 49)
+        assert "num_beams" in helper or torch.equal(longest, full)
 
 
 def test_static_caches_take_fixed_loops(model):
@@ -224,8 +228,11 @@ def test_cache_strategy_from_argument_and_config(model):
     assert output.past_key_values.num_bytes() == 6 * 10 * 32 * 2 * 8
     small = tiny_model(cache_strategy="last_step")
     assert small.generate(ids, **arguments).past_key_values.cache_strategy == "last_step"
-    with pytest.raises(ValueError, match="per_step, last_step"):
-        model.generate(ids, cache_strategy="no_step")
+    for arguments in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        with pytest.raises(ValueError, match="per_step, last_step"):
+            model.generate(ids, cache_strategy="no_step", **arguments)
+    with pytest.raises(ValueError, match="exclude each other"):
+        model.generate(ids, cache_strategy="last_step", cache_implementation="static")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +289,9 @@ def test_a_callable_works_in_generate_and_cannot_be_saved(tmp_path, model):
     saved = tiny_model()
     saved.generation_config.exit_policy = after_two
     with pytest.raises(ValueError, match="cannot be saved"):
+        saved.save_pretrained(tmp_path)
+    saved.generation_config.exit_policy = {"name": "nonsense"}
+    with pytest.raises(ValueError, match="unknown"):
         saved.save_pretrained(tmp_path)
 
 

@@ -30,11 +30,17 @@ def test_loading_with_a_dtype_and_a_device_map(tmp_path):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_with_fixed_loops(fullgraph):
+    torch._dynamo.reset()
     model, ids = tiny_model(num_loops=2), random_ids(2, 8)
-    expected = model(ids, use_cache=False).logits
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected, padded = model(ids, use_cache=False).logits, model(ids, attention_mask=mask, use_cache=False)
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+        output = compiled(ids, attention_mask=mask, use_cache=False)
+        torch.testing.assert_close(output.logits[mask == 1], padded.logits[mask == 1])
+        assert torch.equal(output.loop_steps, padded.loop_steps)
         if not fullgraph:
             torch.testing.assert_close(compiled(ids, use_cache=True).logits, expected)
 

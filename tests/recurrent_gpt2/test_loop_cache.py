@@ -80,6 +80,25 @@ def test_crop_puts_the_cache_back(model):
     torch.testing.assert_close(next_logits(model, longer, ids[:, 6:]), expected, atol=1e-9, rtol=0)
     with pytest.raises(ValueError, match="minus the number"):
         longer.crop(3)
+    longer.crop(-100)
+    assert longer.get_seq_length() == 0
+    assert longer.loop_steps.shape == (2, 0, 3)
+    expected = model(ids, exit_policy=POLICY).logits
+    torch.testing.assert_close(next_logits(model, longer, ids), expected, atol=1e-9, rtol=0)
+
+
+def test_a_cache_made_in_inference_mode_can_be_used_outside(model):
+    ids = random_ids(2, 9)
+    with torch.inference_mode():
+        cache = filled(model, ids[:, :5])
+    logits = model(ids[:, 5:], past_key_values=cache, exit_policy=POLICY).logits
+    torch.testing.assert_close(logits, model(ids, exit_policy=POLICY).logits[:, 5:], atol=1e-9, rtol=0)
+
+
+def test_layers_have_the_attributes_of_cache_layers(model):
+    for layer in filled(model, random_ids(1, 4)).layers:
+        assert layer.is_initialized
+        assert layer.keys.shape == layer.values.shape == (1, 4, 4, 8)
 
 
 @pytest.mark.parametrize("strategy", ["per_step", "last_step"])

@@ -267,6 +267,9 @@ def test_a_text_longer_than_the_positions_is_a_clear_error():
     model = tiny_model()
     with pytest.raises(ValueError, match=r"49 tokens.*positions for 48"):
         model(random_ids(1, 49))
+    for position in (-1, 48):
+        with pytest.raises(ValueError, match=r"position_ids.*positions for 48"):
+            model(random_ids(1, 1), position_ids=torch.tensor([[position]]))
     cache = model(random_ids(1, 48)).past_key_values
     with pytest.raises(ValueError, match=r"max_position_embeddings"):
         model(random_ids(1, 1), past_key_values=cache)
