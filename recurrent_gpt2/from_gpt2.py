@@ -61,7 +61,10 @@ def config_from_gpt2(
         "rms_norm_eps": old.layer_norm_epsilon,
         "bos_token_id": old.bos_token_id,
         "eos_token_id": old.eos_token_id,
+        "tie_word_embeddings": old.tie_word_embeddings,
     }
+    if not old.scale_attn_weights or old.scale_attn_by_inverse_layer_idx:
+        raise ValueError("this GPT-2 scales its attention in its own way (`scale_attn_...`), which has no place here.")
     return RecurrentGPT2Config(loop_groups=loop_groups, **sizes, **{**defaults, **settings})
 
 
@@ -82,6 +85,8 @@ def load_gpt2_weights(model, gpt2: GPT2LMHeadModel, calibration_ids: torch.Tenso
     carry("model.embed_tokens.weight", _centered(old.wte.weight) / scale)
     carry("model.embed_positions.weight", _centered(old.wpe.weight + constant_output(old.h[0])) / scale)
     carry("model.norm.weight", old.ln_f.weight * scale)
+    if not model.config.tie_word_embeddings:  # the final norm is scaled for a head that is
+        carry("lm_head.weight", gpt2.lm_head.weight / scale)
     for index, block in enumerate(old.h):
         prefix = f"model.layers.{index}."
         carry(prefix + "attention_input_norm.weight", block.ln_1.weight)
@@ -114,29 +119,34 @@ def sample_text(gpt2: GPT2LMHeadModel, rows: int = 8, length: int = 64) -> torch
     """Text that GPT-2 makes up, for calibration where none is given."""
     length = min(length, gpt2.config.n_positions)
     start = torch.full((rows, 1), gpt2.config.bos_token_id or 0, device=gpt2.device)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 0, "min_length": length, "max_length": length}
-    sampled = gpt2.generate(start, attention_mask=torch.ones_like(start), eos_token_id=None, **options)
-    torch.set_rng_state(state)
-    return sampled
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return gpt2.generate(start, attention_mask=torch.ones_like(start), eos_token_id=None, **options)
 
 
 def residual_sizes(gpt2: GPT2LMHeadModel, ids: torch.Tensor) -> list[tuple[float, float]]:
     """Root mean square of GPT-2's residual stream, without its mean, behind attention and MLP of every layer: the
     median over tokens, since the first token of a text is often far off."""
-    sizes: list[tuple[float, float]] = []
+    sizes: list[float] = []
 
-    def size(hidden: torch.Tensor) -> float:
-        return _centered(hidden).pow(2).mean(-1).sqrt().median().item()
+    def measure(hidden: torch.Tensor) -> None:
+        sizes.append(_centered(hidden).pow(2).mean(-1).sqrt().median().item())
 
-    hidden = gpt2.transformer.wte(ids) + gpt2.transformer.wpe.weight[: ids.shape[1]]
-    for block in gpt2.transformer.h:
-        hidden = hidden + block.attn(block.ln_1(hidden))[0]
-        behind_attention = size(hidden)
-        hidden = hidden + block.mlp(block.ln_2(hidden))
-        sizes.append((behind_attention, size(hidden)))
-    return sizes
+    hooks = []
+    for block in gpt2.transformer.h:  # the stream behind attention is what the second norm reads
+        hooks.append(block.ln_2.register_forward_pre_hook(lambda module, inputs: measure(inputs[0])))
+        hooks.append(block.register_forward_hook(lambda module, inputs, output: measure(_first(output))))
+    try:
+        gpt2.transformer(ids[:, : gpt2.config.n_positions], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(zip(sizes[::2], sizes[1::2], strict=True))
+
+
+def _first(output):
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _centered(weight: torch.Tensor) -> torch.Tensor:

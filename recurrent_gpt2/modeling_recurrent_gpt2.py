@@ -585,9 +585,10 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
         """
         if isinstance(gpt2, str):
             gpt2 = GPT2LMHeadModel.from_pretrained(gpt2)
-        gpt2 = gpt2.eval()
+        was_training = gpt2.training
         model = cls(config_from_gpt2(gpt2, loop_groups, **settings))
-        model.conversion_report = load_gpt2_weights(model, gpt2, calibration_ids)
+        model.conversion_report = load_gpt2_weights(model, gpt2.eval(), calibration_ids)
+        gpt2.train(was_training)
         return model.eval()
 
     @can_return_tuple

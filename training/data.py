@@ -58,8 +58,14 @@ class Source:
         if not isinstance(settings, dict) or "path" not in settings or not set(settings) <= set(known):
             raise ValueError(f"`sources` has {given!r}, but each must be a path or a mapping of {', '.join(known)}.")
         source = cls(**settings)
-        if not source.weight > 0:
-            raise ValueError(f"`weight` of source {source.path} is {source.weight}, but must be above 0.")
+        if isinstance(source.weight, str | bool) or not source.weight > 0:
+            raise ValueError(f"`weight` of source {source.path} is {source.weight!r}, but must be a number above 0.")
+        if source.max_documents is not None and (not isinstance(source.max_documents, int) or source.max_documents < 1):
+            raise ValueError(
+                f"`max_documents` of source {source.path} is {source.max_documents!r}, but must be an int >= 1."
+            )
+        if source.path == "python-docs" and source.streaming:
+            raise ValueError("python-docs can't be streamed: leave `streaming` out, for all sources.")
         return source
 
     @property
@@ -102,7 +108,7 @@ class Source:
                 text = row[self.text_column]
                 if isinstance(text, str) and text.strip():
                     yield text
-        except (datasets.exceptions.DatasetGenerationError, OSError) as error:
+        except (datasets.exceptions.DatasetGenerationError, OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"source {self.path} can't be read: {_first_line(error)}") from error
 
     def _files(self) -> list[Path]:
@@ -169,16 +175,22 @@ class BlockMaker:
         if self.record is None:
             return self._key(source)
         keys = json.loads(self.record.read_text()) if self.record.exists() else {}
-        if source.path not in keys:
-            keys[source.path] = self._key(source)
+        asked = json.dumps(self._settings(source))
+        if asked not in keys:
+            keys[asked] = self._key(source)
             self.record.parent.mkdir(parents=True, exist_ok=True)
-            self.record.write_text(json.dumps(keys))
-        return keys[source.path]
+            unfinished = self.record.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(keys))
+            unfinished.replace(self.record)
+        return keys[asked]
+
+    def _settings(self, source: Source) -> list:
+        settings = {name: value for name, value in asdict(source).items() if name not in ("weight", "streaming")}
+        return [settings, self.block_size, self.validation_fraction]
 
     def _key(self, source: Source) -> str:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        settings = {name: value for name, value in asdict(source).items() if name not in ("weight", "streaming")}
-        parts = [settings, source.fingerprint(), vocabulary, self.block_size, self.validation_fraction]
+        parts = [self._settings(source), source.fingerprint(), vocabulary]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
     def _write(self, source: Source, files: dict[str, Path]) -> None:
@@ -262,15 +274,24 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self._start: dict[str, Any] | None = None
         # Places from where reading can go on, the newest last. Batches are fetched ahead of the step that they are for,
         # so a checkpoint needs one that lies a little back.
-        self._places: deque[dict[str, Any]] = deque(maxlen=64)
+        self._places: deque[dict[str, Any]] = deque(maxlen=1024)
 
     def start_at(self, position: dict[str, Any] | None) -> None:
         self._start = position
 
+    @property
+    def start_block(self) -> int:
+        """Blocks that were used before the place where reading starts."""
+        return 0 if self._start is None else self._start["blocks"] + self._start["skip"]
+
     def position_at(self, blocks: int) -> dict[str, Any] | None:
         """Where to go on after this many blocks; None: at the start."""
+        if blocks == self.start_block:
+            return self._start
         place = next((place for place in reversed(self._places) if place["blocks"] <= blocks), None)
-        return None if place is None else {**place, "skip": blocks - place["blocks"]}
+        if place is None:
+            raise RuntimeError(f"the place after {blocks} blocks is not known: the stream was read too far ahead.")
+        return {**place, "skip": blocks - place["blocks"]}
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         readers = [_StreamReader(source, self) for source in self.sources]

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM, sample_num_loops
 from recurrent_gpt2.modeling_recurrent_gpt2 import RecurrentGPT2Block
@@ -51,8 +52,7 @@ def training_cost(config: RecurrentGPT2Config, block_size: int, draws: int = 20_
     """Means over drawn loop counts. An average token attends to half a block."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([sample_num_loops(config, generator) for _ in range(draws)]).double()
-    limit = config.backprop_loops or counts.max()
-    kept = counts.clamp(max=limit)
+    kept = counts if config.backprop_loops is None else counts.clamp(max=config.backprop_loops)
     loops, backprop = counts.mean(0).tolist(), kept.mean(0).tolist()
     sizes = torch.tensor([len(group) for group in config.loop_groups]).double()
     plain = config.num_hidden_layers - int(sizes.sum())
@@ -63,7 +63,7 @@ def training_cost(config: RecurrentGPT2Config, block_size: int, draws: int = 20_
         forward=forward_flops(config, loops, context),
         backward=2 * forward_flops(config, backprop, context),
         applications_with_gradient=plain + (kept @ sizes).mean().item(),
-        worst_applications_with_gradient=plain + int((kept.max(0).values * sizes).sum()),
+        worst_applications_with_gradient=plain + int((kept @ sizes).max()) if len(sizes) else plain,
     )
 
 
@@ -104,6 +104,10 @@ def estimate(recipe: Recipe) -> str:
         parameters = RecurrentGPT2ForCausalLM(config).num_parameters()
     args, block_size = recipe.training, recipe.data.block_size or config.max_position_embeddings
     sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if args.max_steps < 1:
+        raise ValueError(f"`max_steps` is {args.max_steps}, but must be known for an estimate: at least 1.")
+    if args.from_gpt2 is not None:
+        raise ValueError("`from_gpt2`: the sizes are GPT-2's. Leave it out and give them, --hidden_size and so on.")
     tokens = args.max_steps * sequences * block_size
     cost = training_cost(config, block_size)
     total = tokens * (cost.forward + cost.backward)
@@ -166,5 +170,5 @@ def main(arguments: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         sys.exit(f"error: {error}")

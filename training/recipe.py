@@ -59,12 +59,24 @@ class DataArguments:
     eval_blocks: int = 64
     data_cache: str = "~/.cache/recurrent_gpt2"
 
+    def __post_init__(self):
+        if not isinstance(self.sources, list) or not self.sources:
+            raise ValueError(f"`sources` is {self.sources!r}, but must list at least one source.")
+        least = {"tokenizer_vocab_size": 257, "tokenizer_characters": 1, "eval_blocks": 1, "block_size": 2}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= bound) and not (name == "block_size" and value is None):
+                raise ValueError(f"`{name}` is {value!r}, but must be an int of at least {bound}.")
+        if isinstance(self.validation_fraction, str) or not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"`validation_fraction` is {self.validation_fraction!r}, but must be in [0, 1).")
+
 
 @dataclass
 class RecurrentTrainingArguments(TrainingArguments):
     """`TrainingArguments` and:
 
     Args:
+        global_batch_size: Sequences a step on all processes together; `per_device_train_batch_size` follows from it.
         compile: Compile each block (not the loop, so that new loop counts need no new compilation).
         resume: Go on from the newest whole checkpoint in `output_dir`.
         from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
@@ -72,11 +84,26 @@ class RecurrentTrainingArguments(TrainingArguments):
         geometry_blocks: Held-out blocks that it is measured on.
     """
 
+    global_batch_size: int | None = None
     compile: bool = False
     resume: bool = False
     from_gpt2: str | None = None
     geometry_loops: int = 0
     geometry_blocks: int = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, least in {"geometry_loops": 0, "geometry_blocks": 1}.items():
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
+        if self.global_batch_size is not None:
+            parts = self.world_size * self.gradient_accumulation_steps
+            if self.global_batch_size % parts != 0:
+                raise ValueError(
+                    f"`global_batch_size` is {self.global_batch_size}, which {self.world_size} process(es) x "
+                    f"{self.gradient_accumulation_steps} `gradient_accumulation_steps` do not divide: change one."
+                )
+            self.per_device_train_batch_size = self.global_batch_size // parts
 
 
 # `use_cache` is a field of TrainingArguments too, and says nothing about the model.

@@ -5,12 +5,15 @@
 
 import argparse
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
@@ -85,6 +88,8 @@ def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokeniz
     # Kept beside the checkpoints from the start: every process, and a run that is resumed before its first
     # checkpoint, must get the same one.
     folder = Path(recipe.training.output_dir) / "tokenizer"
+    if not recipe.training.resume and recipe.training.process_index == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     if not (folder / "tokenizer.json").exists():
         logger.info(f"training a tokenizer of {recipe.data.tokenizer_vocab_size} entries")
         texts = training_texts(recipe)
@@ -109,7 +114,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: P
     """A new model, or one that starts from GPT-2. (The weights of a checkpoint are loaded by the trainer.)"""
     settings = dict(recipe.model)
     if checkpoint is not None:
-        model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config.from_pretrained(checkpoint))
+        model = RecurrentGPT2ForCausalLM(resumed_config(checkpoint, settings))
     elif recipe.training.from_gpt2 is not None:
         model = RecurrentGPT2ForCausalLM.from_gpt2(
             recipe.training.from_gpt2, settings.pop("loop_groups", None), **settings
@@ -134,12 +139,27 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: P
     return model
 
 
+def resumed_config(checkpoint: Path, settings: dict[str, Any]) -> RecurrentGPT2Config:
+    """The config of a checkpoint, with what the recipe says now of what may change: the loops, not the weights."""
+    config = RecurrentGPT2Config.from_pretrained(checkpoint)
+    may_change = {"num_loops", "mean_loops", "loop_sigma", "backprop_loops", "loop_noise", "cache_strategy"}
+    changed = {name: value for name, value in settings.items() if getattr(config, name) != value}
+    for name, value in changed.items():
+        if name not in may_change:
+            was = getattr(config, name)
+            raise ValueError(
+                f"`{name}` is {value}, but the checkpoint {checkpoint} has {was}: it can't change on resume."
+            )
+        logger.info(f"`{name}` changes from {getattr(config, name)} to {value}")
+    return RecurrentGPT2Config(**{**config.to_dict(), **changed})
+
+
 def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):
     """Training blocks, and the validation blocks that are evaluated."""
     sources, data = recipe.sources, recipe.data
     block_size = data.block_size or config.max_position_embeddings
     record = Path(recipe.training.output_dir) / "blocks.json"
-    if not recipe.training.resume:
+    if not recipe.training.resume and recipe.training.process_index == 0:
         record.unlink(missing_ok=True)
     maker = BlockMaker(tokenizer, block_size, data.validation_fraction, Path(data.data_cache).expanduser(), record)
     if any(source.streaming for source in sources):
@@ -164,5 +184,5 @@ def describe(model: RecurrentGPT2ForCausalLM, args: RecurrentTrainingArguments) 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         sys.exit(f"error: {error}")

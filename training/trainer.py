@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -36,10 +37,18 @@ class RecurrentTrainer(Trainer):
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("data_collator", collate)
         super().__init__(*args, **kwargs)
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                "`label_smoothing_factor` is not supported: the stock trainer would smooth unshifted labels."
+            )
+        if isinstance(self.train_dataset, StreamedBlocks) and self.args.dataloader_num_workers:
+            raise ValueError(
+                "`dataloader_num_workers` must be 0 for streamed sources: the place to resume from is kept here."
+            )
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
-        self._last_log: tuple[float, int] | None = None  # time and step
-        self._tokens_per_step = 0
+        self._last_log: float | None = None  # when
+        self._tokens_since_log = 0
         self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
         if isinstance(self.train_dataset, StreamedBlocks):
             self.add_callback(StreamPosition(self.train_dataset))
@@ -60,9 +69,8 @@ class RecurrentTrainer(Trainer):
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
         if self._last_log is None:
-            self._last_log = (time.monotonic(), self.state.global_step)
-        per_device = inputs["input_ids"].numel() * self.args.gradient_accumulation_steps
-        self._tokens_per_step = per_device * self.args.world_size
+            self._last_log = time.monotonic()
+        self._tokens_since_log += inputs["input_ids"].numel() * self.args.world_size
         if self.model.config.loop_groups and "num_loops" not in inputs:
             inputs = {**inputs, "num_loops": draw_num_loops(self.model.config, self.args.seed, *self._micro_step)}
             self._drawn.append(inputs["num_loops"])
@@ -80,13 +88,14 @@ class RecurrentTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            now, (then, last_step) = time.monotonic(), self._last_log
+            now, then = time.monotonic(), self._last_log
+            before = [entry["tokens_seen"] for entry in self.state.log_history if "tokens_seen" in entry]
             logs["perplexity"] = _perplexity(logs["loss"])
-            logs["tokens_seen"] = self.state.global_step * self._tokens_per_step
-            logs["tokens_per_second"] = (self.state.global_step - last_step) * self._tokens_per_step / (now - then)
+            logs["tokens_seen"] = (before[-1] if before else 0) + self._tokens_since_log
+            logs["tokens_per_second"] = self._tokens_since_log / (now - then)
             for group, counts in enumerate(zip(*self._drawn, strict=True)):
                 logs[f"loops_group_{group}"] = sum(counts) / len(counts)
-            self._drawn, self._last_log = [], (now, self.state.global_step)
+            self._drawn, self._last_log, self._tokens_since_log = [], now, 0
         if "eval_loss" in logs:
             logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
         super().log(logs, start_time)
@@ -98,11 +107,14 @@ class StreamPosition(TrainerCallback, ExportableState):
     def __init__(self, blocks: StreamedBlocks):
         self.blocks, self.blocks_used = blocks, 0
 
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.blocks_used = self.blocks.start_block
+
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.blocks_used = state.global_step * per_step
+        self.blocks_used += args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def state(self) -> dict[str, Any]:
+        self.blocks_used = max(self.blocks_used, self.blocks.start_block)  # before training has begun
         return {"args": {}, "attributes": {"position": self.blocks.position_at(self.blocks_used)}}
 
 
@@ -116,33 +128,33 @@ class GeometryCallback(TrainerCallback):
         self.input_ids, self.num_loops = collate(blocks)["input_ids"], num_loops
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        if not state.is_world_process_zero:
-            return
         self.file = Path(args.output_dir) / "geometry.jsonl"
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        # A resumed run measures again what came after its checkpoint.
-        lines = self.file.read_text().splitlines() if self.file.exists() and state.global_step > 0 else []
-        kept = [line for line in lines if _step_of(line) < max(state.global_step, 1)]
-        self.file.write_text("".join(line + "\n" for line in kept))
+        if state.is_world_process_zero:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            # A resumed run measures again what came after its checkpoint.
+            lines = self.file.read_text().splitlines() if self.file.exists() and state.global_step > 0 else []
+            kept = [line for line in lines if _step_of(line) < max(state.global_step, 1)]
+            self.file.write_text("".join(line + "\n" for line in kept))
         if state.global_step == 0 or _is_log_spaced(state.global_step):
             self._measure(state, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        last = state.global_step == state.max_steps
-        if state.is_world_process_zero and (_is_log_spaced(state.global_step) or last):
+        if _is_log_spaced(state.global_step) or state.global_step == state.max_steps:
             self._measure(state, model)
 
     @torch.no_grad()
     def _measure(self, state, model) -> None:
-        model = getattr(model, "module", model)
+        """On every rank, since the weights may be sharded over them; one writes."""
         training, geometry = model.training, LoopGeometry(len(model.config.loop_groups))
         model.eval()
         for row in self.input_ids:
             arguments = {"num_loops": self.num_loops, "output_loop_trajectory": True, "use_cache": False}
-            geometry.update(model.model(row[None].to(model.device), **arguments).loop_trajectory)
+            output = model(row[None].to(model.device), logits_to_keep=1, **arguments)
+            geometry.update(tuple(states.cpu() for states in output.loop_trajectory))
         model.train(training)
-        with self.file.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **geometry.to_dict()}) + "\n")
+        if state.is_world_process_zero:
+            with self.file.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **geometry.to_dict()}) + "\n")
 
 
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
@@ -157,11 +169,16 @@ def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
+    """Whether the last file is there and readable, and with it the weights, the optimiser and the random states."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, ValueError):
+        for file in checkpoint.glob("*.safetensors"):
+            with safe_open(file, "pt"):  # reads the header, and compares it with the size of the file
+                pass
+    except (OSError, ValueError, SafetensorError):
         return False
-    return True
+    has_optimizer = any(checkpoint.glob("optimizer*")) or any(checkpoint.glob("global_step*"))  # the latter: DeepSpeed
+    return has_optimizer and any(checkpoint.glob("rng_state*.pth"))
 
 
 def stream_position(checkpoint: Path) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ def test_the_papers_recipe_is_the_papers_run():
     config = RecurrentGPT2Config(**recipe.model)
     assert config.to_dict() == RecurrentGPT2Config().to_dict()
     args = recipe.training
-    tokens = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * 512
+    tokens = args.max_steps * args.global_batch_size * 512
     assert args.max_steps == 60_000
     assert abs(tokens / 300e6 - 1) < 0.03
     assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.max_grad_norm) == (0.9, 0.95, 0.1, 1.0)
