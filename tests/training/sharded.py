@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import random_ids, tiny_model
-from training.trainer import draw_num_loops
+from training.trainer import GeometryCallback, draw_num_loops
 
 
 def main() -> None:
@@ -20,6 +21,9 @@ def main() -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
+    geometry = GeometryCallback([{"input_ids": row} for row in random_ids(2, 16)], num_loops=3)
+    trainer_state = SimpleNamespace(global_step=0, is_world_process_zero=dist.get_rank() == 0, max_steps=8)
+    geometry.on_train_begin(SimpleNamespace(output_dir=sys.argv[1]), trainer_state, None, model=model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = random_ids(4, 16, seed=dist.get_rank())
     drawn, losses = [], []

@@ -105,6 +105,17 @@ def test_a_resumed_run_uses_the_blocks_that_it_started_with(tokenizer, tmp_path,
     assert (make.blocks(Source(str(parquet)), False)["input_ids"][:] == first).all()
 
 
+def test_two_sources_with_one_path_are_two(tokenizer, tmp_path):
+    path = tmp_path / "two.parquet"
+    pq.write_table(pa.table({"a": ["alpha " * 400], "b": ["beta " * 400]}), path)
+    make = BlockMaker(tokenizer, 32, 0.0, tmp_path / "cache", record=tmp_path / "blocks.json")
+    for column, word in (("a", "alpha"), ("b", "beta")):
+        blocks = make.blocks(Source(str(path), text_column=column), False)["input_ids"]
+        assert tokenizer.decode(blocks[0]).startswith(word)
+    make.block_size = 16  # a record of other blocks is not taken for these
+    assert make.blocks(Source(str(path), text_column="a"), False)["input_ids"][:].shape[1] == 16
+
+
 def test_sources_are_mixed_by_weight_until_all_are_seen(tokenizer, tmp_path, parquet):
     other = tmp_path / "other.txt"
     other.write_text("x y z " * 3000)
@@ -196,8 +207,18 @@ def test_bad_sources_are_sentences(tokenizer, tmp_path):
     for wrong in ({"paht": "x"}, {"name": "x"}, 3):
         with pytest.raises(ValueError, match="must be a path or a mapping"):
             Source.parse(wrong)
-    with pytest.raises(ValueError, match="above 0"):
-        Source.parse({"path": "x", "weight": 0})
+    for settings, message in (
+        ({"weight": 0}, "above 0"),
+        ({"weight": "a"}, "above 0"),
+        ({"max_documents": -1}, "max_documents"),
+        ({"path": "python-docs", "streaming": True}, "can't be streamed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Source.parse({"path": "x", **settings})
+    (tmp_path / "corrupt.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"corrupt\.jsonl can't be read"):
+            list(Source(str(tmp_path / "corrupt.jsonl"), streaming=streaming).documents())
     with pytest.raises(ValueError, match="can't be loaded"):
         load_tokenizer(str(tmp_path))
 

@@ -73,6 +73,7 @@ def test_fully_sharded_on_two_processes(tmp_path):
     assert first["drawn"] == second["drawn"]
     assert first["losses"][-1] < first["losses"][0]
     assert first["sharded"]
+    assert '"step": 0' in (tmp_path / "geometry.jsonl").read_text()
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_deepspeed_zero_3_on_two_processes(tmp_path):
     pytest.importorskip("deepspeed", reason="`make test-slow` installs it")
     write_texts(tmp_path)
     config = ROOT / "training" / "configs" / "deepspeed_zero3.json"
-    arguments = tiny_run(tmp_path, max_steps=4, save_steps=4, deepspeed=config, state_init="zeros")
+    arguments = tiny_run(tmp_path, max_steps=4, save_steps=4, deepspeed=config, state_init="zeros", geometry_loops=3)
     launch("tests.training.runs", str(tmp_path), *arguments, DS_ACCELERATOR="cpu")
     first, second = results(tmp_path)
     assert first["drawn"] == second["drawn"]

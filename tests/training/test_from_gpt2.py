@@ -75,6 +75,28 @@ def test_every_parameter_is_accounted_for(gpt2):
     assert "dropped (37)" in str(report)
 
 
+@pytest.mark.parametrize("untie", ["GPT-2", "the new model"])
+def test_an_untied_head_is_carried_over(gpt2, untie):
+    settings = {"tie_word_embeddings": False}
+    if untie == "GPT-2":
+        untied = GPT2LMHeadModel(GPT2Config(**{**gpt2.config.to_dict(), **settings})).eval()
+        untied.load_state_dict(gpt2.state_dict())
+        looped = RecurrentGPT2ForCausalLM.from_gpt2(untied)
+    else:
+        looped = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, **settings)
+    assert not looped.config.tie_word_embeddings
+    assert "lm_head.weight" in looped.conversion_report.carried_over
+    assert loss_of(looped) == pytest.approx(loss_of(RecurrentGPT2ForCausalLM.from_gpt2(gpt2)), abs=1e-4)
+
+
+def test_what_cannot_be_carried_over_is_refused():
+    config = GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=8, scale_attn_by_inverse_layer_idx=True
+    )
+    with pytest.raises(ValueError, match="scale_attn"):
+        RecurrentGPT2ForCausalLM.from_gpt2(GPT2LMHeadModel(config))
+
+
 def test_loading_by_folder_and_wrong_sizes(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
     looped = RecurrentGPT2ForCausalLM.from_gpt2(str(tmp_path), loop_groups=[[1]], hidden_size=32)

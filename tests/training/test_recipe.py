@@ -76,6 +76,25 @@ def test_an_unknown_field_in_the_file_is_refused_too(tmp_path):
         load_recipe(Path("no/such/recipe.yaml"))
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["--sources", "[]"], ["--eval_blocks", "0"], ["--block_size", "1"], ["--tokenizer_vocab_size", "100"],
+     ["--validation_fraction", "1.5"], ["--geometry_loops", "many"], ["--geometry_blocks", "0"]],
+    ids=lambda overrides: " ".join(overrides),
+)  # fmt: skip
+def test_impossible_values_are_errors_that_name_the_field(overrides):
+    with pytest.raises(ValueError, match=overrides[0].removeprefix("--")):
+        load_recipe(ROOT / "training/recipes/smoke.yaml", overrides)
+
+
+def test_the_global_batch_is_shared_out():
+    smoke = ROOT / "training/recipes/smoke.yaml"
+    recipe = load_recipe(smoke, ["--global_batch_size", "12", "--gradient_accumulation_steps", "3"])
+    assert recipe.training.per_device_train_batch_size == 4
+    with pytest.raises(ValueError, match=r"global_batch_size.* 10.*do not divide"):
+        load_recipe(smoke, ["--global_batch_size", "10", "--gradient_accumulation_steps", "3"])
+
+
 def test_values_are_read_as_yaml_and_numbers_as_numbers():
     given = {
         "a": "1e-4",

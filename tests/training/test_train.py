@@ -3,6 +3,8 @@ import multiprocessing
 import random
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import training.train
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
-from tests.helpers import random_ids, run_fresh, tiny_config, tiny_model
+from tests.helpers import ROOT, random_ids, run_fresh, tiny_config, tiny_model
 from tests.training.runs import run_quietly, tiny_run, write_texts
 from training.data import collate
 from training.trainer import RecurrentTrainer, draw_num_loops, newest_whole_checkpoint
@@ -169,6 +171,13 @@ def test_a_broken_checkpoint_is_passed_over_and_earlier_ones_are_left_alone(fold
     (run / "checkpoint-4" / "trainer_state.json").write_text('{"global_step": 4, "log_his')
     (run / "checkpoint-9").mkdir()
     assert newest_whole_checkpoint(run) == run / "checkpoint-3"
+    for damaged, file in (("checkpoint-7", "model.safetensors"), ("checkpoint-8", "optimizer.pt")):
+        shutil.copytree(run / "checkpoint-3", run / damaged)
+        content = (run / damaged / file).read_bytes()
+        (run / damaged / file).unlink()
+        if file == "model.safetensors":
+            (run / damaged / file).write_bytes(content[: len(content) // 2])
+    assert newest_whole_checkpoint(run) == run / "checkpoint-3"
     before = {path: path.read_bytes() for path in (run / "checkpoint-3").iterdir() if path.is_file()}
     trainer = training.train.main(tiny_run(folder, output_dir=run, max_steps=5, resume="true", save_total_limit=10))
     assert trainer.state.global_step == 5
@@ -200,6 +209,55 @@ def test_bad_input_is_a_sentence_that_says_what_to_do(folder, fields, message):
     with pytest.raises(Exception, match=message):
         training.train.main(tiny_run(folder, output_dir=folder / "bad", **fields))
     assert not list((folder / "bad").glob("checkpoint-*"))
+
+
+def test_what_may_change_on_resume_changes_and_the_rest_is_refused(folder):
+    run = folder / "changed"
+    training.train.main(tiny_run(folder, output_dir=run, max_steps=2))
+    with pytest.raises(ValueError, match=r"hidden_size.* 32.* has 16.*resume"):
+        training.train.main(tiny_run(folder, output_dir=run, max_steps=3, resume="true", hidden_size=32))
+    trainer = training.train.main(tiny_run(folder, output_dir=run, max_steps=3, resume="true", num_loops=7))
+    assert trainer.model.config.num_loops == 7
+    assert trainer.state.global_step == 3
+
+
+def test_a_new_run_trains_its_own_tokenizer(folder):
+    run = folder / "tokenizers"
+    for entries in (300, 310):
+        for checkpoint in run.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        training.train.main(tiny_run(folder, output_dir=run, max_steps=1, tokenizer_vocab_size=entries))
+        assert len(AutoTokenizer.from_pretrained(run)) == entries
+
+
+def test_tokens_are_counted_over_epochs_and_resumes(folder):
+    run = folder / "counted"
+    training.train.main(tiny_run(folder, output_dir=run, max_steps=40, save_steps=20, per_device_train_batch_size=60))
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    seen = [entry["tokens_seen"] for entry in history if "tokens_seen" in entry]
+    assert seen == sorted(seen)
+    assert seen[0] == 60 * 32
+    assert seen[-1] < 40 * 60 * 32  # the last batch of an epoch is smaller
+    trainer = training.train.main(
+        tiny_run(folder, output_dir=run, max_steps=41, resume="true", per_device_train_batch_size=60)
+    )
+    assert [e["tokens_seen"] for e in trainer.state.log_history if "tokens_seen" in e][:40] == seen
+
+
+def test_settings_that_would_go_wrong_silently_are_refused(folder):
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        training.train.main(tiny_run(folder, output_dir=folder / "refused", label_smoothing_factor=0.1))
+    sources = f"[{{path: {folder / 'texts.jsonl'}, streaming: true}}]"
+    with pytest.raises(ValueError, match="dataloader_num_workers"):
+        training.train.main(tiny_run(folder, output_dir=folder / "refused", sources=sources, dataloader_num_workers=1))
+
+
+def test_the_command_prints_a_sentence_and_no_traceback(folder):
+    command = [sys.executable, "-m", "training.train", *tiny_run(folder, output_dir=folder / "bad", hidden_size=15)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "`hidden_size` is 15, but must be a multiple of `num_attention_heads`" in result.stderr
 
 
 def test_training_from_a_gpt2(folder, tmp_path):
