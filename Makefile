@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo smoke test test-slow lint format clean
+.PHONY: install demo smoke bench test test-slow lint format clean
 
 install: $(INSTALLED)
 
@@ -19,12 +19,16 @@ demo: runs/smoke/config.json
 smoke runs/smoke/config.json: | $(INSTALLED)
 	$(BIN)/python -m training.train training/recipes/smoke.yaml --resume
 
+# Ratios on this machine, which should do nothing else meanwhile.
+bench: $(INSTALLED)
+	$(BIN)/python -m evaluation.benchmark --output results/benchmark.json
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # DeepSpeed is for these tests only; its compiled kernels are for GPUs and are left out.
 test-slow: $(INSTALLED)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed
 	$(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED)

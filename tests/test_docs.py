@@ -66,6 +66,15 @@ def test_the_table_of_starts_from_gpt2_is_that_of_its_file():
     assert all(chosen <= loss for name, loss in losses.items() if name.startswith("…"))
 
 
+def test_the_benchmark_is_that_of_its_file():
+    training_step = json.loads((ROOT / "docs/benchmark.json").read_text())[0]
+    text = (ROOT / "docs/training.md").read_text()
+    assert training_step["what"] == "training, compiled"
+    assert f"took {training_step['ratio']:.2f} of the time" in text
+    assert f"{training_step['lowest']:.2f} to {training_step['highest']:.2f}" in text
+    assert training_step["highest"] < 1
+
+
 def test_the_estimate_is_what_the_command_prints(capsys):
     training.estimate.main([str(ROOT / "training/recipes/paper.yaml")])
     assert capsys.readouterr().out.strip() in (ROOT / "docs/training.md").read_text()
