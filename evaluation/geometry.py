@@ -76,6 +76,28 @@ def above_floor(states: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
+class Projection:
+    """Principal components of a set of states: fitted once on all states of a sequence, then applied to any of them."""
+
+    mean: torch.Tensor  # [hidden]
+    basis: torch.Tensor  # [components, hidden], orthonormal
+    explained: torch.Tensor  # [components], share of the variance
+
+    @classmethod
+    def fit(cls, states: torch.Tensor, components: int = 2) -> "Projection":
+        """`states` is [..., hidden]: the union over tokens, depth and loop steps, as in the paper's figure 1."""
+        flat = states.flatten(0, -2).double()
+        mean = flat.mean(0)
+        _, sizes, basis = torch.linalg.svd(flat - mean, full_matrices=False)
+        variance = sizes**2
+        return cls(mean, basis[:components], variance[:components] / variance.sum())
+
+    def apply(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., components]"""
+        return (states.double() - self.mean) @ self.basis.T
+
+
+@dataclass
 class RunningMoments:
     """Mean and standard deviation over tokens, in float64, however many there are (Chan's parallel update).
 

@@ -109,6 +109,19 @@ def test_rounding_noise_is_found_and_left_out():
     assert report["above_floor"][:8] == [1.0] * 8
 
 
+def test_principal_components_find_the_plane_that_states_lie_in():
+    generator = torch.Generator().manual_seed(0)
+    plane = torch.linalg.qr(torch.randn(9, 2, generator=generator, dtype=torch.float64))[0].T
+    flat = torch.randn(50, 4, 2, generator=generator, dtype=torch.float64) * torch.tensor([5.0, 1.0])
+    states = flat @ plane + 7
+    projection = geometry.Projection.fit(states)
+    assert projection.explained.sum() == pytest.approx(1)
+    assert projection.explained[0] > 0.9
+    projected = projection.apply(states)
+    distances = torch.cdist(states.flatten(0, 1), states.flatten(0, 1))
+    torch.testing.assert_close(torch.cdist(projected.flatten(0, 1), projected.flatten(0, 1)), distances)
+
+
 def test_padding_is_left_out():
     states = random_states(tokens=6).view(7, 2, 3, 7)
     real = torch.tensor([[True, True, False], [True, False, False]])
