@@ -3,8 +3,8 @@
 For each policy and threshold, and for fixed depths beside them: cross-entropy and perplexity on held-out text (one
 adaptive pass, which is exactly what decoding gives), steps per group, FLOPs, and ms/token of real generation at batch 1
 and 8 on the same prompts, in interleaved rounds. Every result is a line of `tradeoff.jsonl`, written when it is there,
-so that an interrupted sweep goes on where it stopped. `accelerate launch` spreads the sweep over processes; times are
-measured by one of them, afterwards.
+so that an interrupted sweep goes on where it stopped; `results.json` has them in the form that a model card is made
+from. `accelerate launch` spreads the sweep over processes; times are measured by one of them, afterwards.
 
 Two rules at the same threshold are at different depths. `compare` therefore sets every adaptive result beside fixed
 depth at the same mean number of steps, sequence by sequence, with bootstrap intervals.
@@ -254,7 +254,19 @@ def main(arguments: list[str] | None = None) -> None:
         with (options.output / "tradeoff.jsonl").open("a") as lines:
             lines.writelines(result.to_json() + "\n" for result in results)
     if PartialState().is_main_process:
+        rows = card_rows(results, Path(options.source).name)
+        (options.output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
         print_table(results)
+
+
+def card_rows(results: list[Result], dataset: str) -> list[dict[str, Any]]:
+    """The results as `results.json` of a checkpoint, which its model card is made from."""
+    rows = []
+    for result in results:
+        row = {"dataset": dataset, "policy": result.setting.exit_policy, "num_loops": result.setting.num_loops}
+        row |= {"mean_steps": result.mean_depth, "perplexity": result.perplexity}
+        rows.append(row | {"ms_per_token": result.ms_per_token.get("1")})
+    return rows
 
 
 def print_table(results: list[Result]) -> None:

@@ -49,10 +49,10 @@ def check_folder(checkpoint: Path, repo: str | None = None) -> list[Path]:
     missing = [name for name in NEEDED if not (checkpoint / name).exists()]
     if not list(checkpoint.glob("*.safetensors")):
         missing.append("model.safetensors")
+    if not (checkpoint / "README.md").exists():
+        missing.append("README.md (the card)")
     if missing:
         raise FileNotFoundError(f"{checkpoint} has no {', '.join(missing)}: save model and tokenizer there first.")
-    if not (checkpoint / "README.md").exists():
-        render_card(checkpoint, repo).save(checkpoint / "README.md")
     check_card(checkpoint, repo)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
@@ -67,13 +67,18 @@ def check_folder(checkpoint: Path, repo: str | None = None) -> list[Path]:
     return [path for path in files if any(fnmatch.fnmatch(path.name, pattern) for pattern in UPLOADED)]
 
 
-def push(checkpoint: Path, repo: str, private: bool = False, revision: str | None = None) -> str:
-    """Uploads a checked folder and returns the commit. An interrupted upload can be repeated: what has arrived is not
-    sent again."""
+def write_card(checkpoint: Path, repo: str, **metadata) -> None:
+    """Writes the card where there is none; one that is there, perhaps edited, stays."""
+    if (checkpoint / "config.json").exists() and not (checkpoint / "README.md").exists():
+        render_card(checkpoint, repo, **metadata).save(checkpoint / "README.md")
+
+
+def push(checkpoint: Path, repo: str, files: list[Path], private: bool = False, revision: str | None = None) -> str:
+    """Uploads files of a checked folder and returns the commit. An interrupted upload can be repeated: what has arrived
+    is not sent again."""
     if get_token() is None:
         raise PermissionError(f"there is no Hub token. {LOGIN}")
     api = HfApi()
-    files = check_folder(checkpoint, repo)
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
@@ -104,15 +109,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="create it as a private repository")
     parser.add_argument("--revision", help="branch to push to, instead of main")
     parser.add_argument("--dry-run", action="store_true", help="check, and list what would be uploaded")
+    parser.add_argument("--license", default="apache-2.0", help="for a card that is written anew")
+    parser.add_argument("--datasets", nargs="+", help="names on the Hub, for a card that is written anew")
     options = parser.parse_args(arguments)
-    if options.dry_run:
-        files = check_folder(options.checkpoint, options.repo)
-        print(f"would upload to {options.repo}:")
-        for path in files:
-            print(f"  {path.stat().st_size:>12,}  {path.name}")
-        return
-    commit = push(options.checkpoint, options.repo, options.private, options.revision)
-    print(f"pushed to {options.repo} at revision {commit}")
+    write_card(options.checkpoint, options.repo, license=options.license, datasets=options.datasets)
+    files = check_folder(options.checkpoint, options.repo)
+    print(f"{'would upload' if options.dry_run else 'uploading'} to {options.repo}:")
+    for path in files:
+        print(f"  {path.stat().st_size:>12,}  {path.name}")
+    if not options.dry_run:
+        commit = push(options.checkpoint, options.repo, files, options.private, options.revision)
+        print(f"pushed to {options.repo} at revision {commit}")
 
 
 if __name__ == "__main__":

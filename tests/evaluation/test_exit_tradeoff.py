@@ -1,4 +1,5 @@
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from evaluation import exit_tradeoff
 from evaluation.exit_tradeoff import Result, Setting, compare, make_settings, read_results, run_sweep, score
 from recurrent_gpt2 import LoopCache
 from tests.helpers import random_ids, tiny_model
+from training.card import render_card
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +90,14 @@ def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):
     ]  # fmt: skip
     exit_tradeoff.main(arguments)
     printed = capsys.readouterr().out
-    assert printed.count("\n| ") == 4 + 4
+    assert len([line for line in printed.splitlines() if line.startswith("| ")]) == 1 + 4 + 4  # with the header
     results = read_results(tmp_path / "out")
     assert len(results) == 8
     assert all(result.ms_per_token.keys() == {"1", "8"} for result in results.values())
+    shutil.copy(tmp_path / "out" / "results.json", tmp_path / "model")
+    card = render_card(tmp_path / "model", "someone/model")
+    assert len(card.data.eval_results) == 8
+    assert "| text.txt | acceleration (" in card.text
     lines = (tmp_path / "out" / "tradeoff.jsonl").read_text()
     exit_tradeoff.main(arguments)  # nothing is left to do
     assert (tmp_path / "out" / "tradeoff.jsonl").read_text() == lines

@@ -81,11 +81,14 @@ def test_push_by_python_and_pull_gives_equal_logits(logged_in, tmp_path, model, 
 
 def test_push_by_command_and_pull_in_a_fresh_process(logged_in, tmp_path, checkpoint, model, capsys):
     repo, ids = "someone/by-command", random_ids(1, 6)
-    push.main([str(checkpoint), repo, "--private"])
+    push.main([str(checkpoint), repo, "--private", "--datasets", "someone/texts", "--license", "mit"])
     sha = logged_in.repositories[repo].references["main"]
     printed = capsys.readouterr().out
     assert sha in printed
+    assert "model.safetensors" in printed
     assert TOKEN not in printed
+    card = ModelCard(logged_in.files_of(repo)["README.md"].decode()).data
+    assert (card.datasets, card.license) == (["someone/texts"], "mit")
     files = logged_in.files_of(repo)
     assert set(files) == REMOTE_CODE | {
         ".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors", "results.json",
@@ -115,13 +118,12 @@ print(generate("abc", max_new_tokens=3, do_sample=False)[0]["generated_text"])
 
 
 def test_revisions_tags_and_what_was_pushed_before(logged_in, tmp_path, checkpoint, monkeypatch):
-    monkeypatch.setattr(push, "check_folder", fast_check)
     repo, api, ids = "someone/revised", HfApi(), random_ids(1, 5)
-    first = push.push(checkpoint, repo)
+    first = push_folder(checkpoint, repo)
     api.create_tag(repo, tag="v1", revision=first)
     changed = tiny_model(std=0.3, seed=1)
     changed.save_pretrained(checkpoint)
-    second = push.push(checkpoint, repo, revision="experiment")
+    second = push_folder(checkpoint, repo, revision="experiment")
     assert first != second
     expected = {
         first: tiny_model(std=0.3),
@@ -133,27 +135,31 @@ def test_revisions_tags_and_what_was_pushed_before(logged_in, tmp_path, checkpoi
         assert torch.equal(pull(tmp_path, repo, revision=revision)(ids).logits, same(ids).logits), revision
 
 
-def fast_check(checkpoint, repo=None):
-    """`check_folder` without the fresh process, which other tests run."""
+def push_folder(checkpoint, repo, **kwargs):
+    """The command without its check in a fresh process, which other tests run."""
+    push.write_card(checkpoint, repo)
+    return push.push(checkpoint, repo, quick_check(checkpoint, repo), **kwargs)
+
+
+def quick_check(checkpoint, repo=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(push, "LOAD", "pass")
-        return original_check(checkpoint, repo)
+        return check_folder(checkpoint, repo)
 
 
-original_check = push.check_folder
+check_folder = push.check_folder
 
 
 def test_private_repositories_and_tokens(hub, tmp_path, checkpoint, monkeypatch):
-    monkeypatch.setattr(push, "check_folder", fast_check)
     repo = "someone/private"
     with pytest.raises(PermissionError, match=r"no Hub token.*hf auth login"):
-        push.push(checkpoint, repo)
+        push_folder(checkpoint, repo)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong_token")
     with pytest.raises(PermissionError, match="refused the token for someone/private") as refused:
-        push.push(checkpoint, repo)
+        push_folder(checkpoint, repo)
     assert "hf_wrong" not in str(refused.value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    push.push(checkpoint, repo, private=True)
+    push_folder(checkpoint, repo, private=True)
     assert hub.repositories[repo].private
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(OSError, match="someone/private"):
@@ -163,7 +169,6 @@ def test_private_repositories_and_tokens(hub, tmp_path, checkpoint, monkeypatch)
 
 
 def test_a_push_cut_in_the_middle_can_be_repeated(logged_in, tmp_path, checkpoint, monkeypatch):
-    monkeypatch.setattr(push, "check_folder", fast_check)
     repo = "someone/interrupted"
     sharded = tiny_model(std=0.3)
     for file in checkpoint.glob("*.safetensors"):
@@ -176,14 +181,14 @@ def test_a_push_cut_in_the_middle_can_be_repeated(logged_in, tmp_path, checkpoin
     logged_in.lfs.clear()
     try:
         with pytest.raises(ConnectionError, match="run it again"):
-            push.push(checkpoint, repo)
+            push_folder(checkpoint, repo)
     finally:
         logged_in.break_uploads = False
     assert set(logged_in.files_of(repo)) == {".gitattributes"}  # nothing half done is visible
     content = (checkpoint / shards[0]).read_bytes()
     logged_in.lfs[hashlib.sha256(content).hexdigest()] = content  # one shard had arrived
     logged_in.requests.clear()
-    push.push(checkpoint, repo)
+    push_folder(checkpoint, repo)
     assert len([path for method, path in logged_in.requests if method == "PUT"]) == len(shards) - 1
     assert set(shards) <= set(logged_in.files_of(repo))
     ids = random_ids(1, 5)
@@ -235,7 +240,7 @@ def test_a_card_whose_numbers_have_drifted_is_refused(checkpoint):
 
 
 def test_a_dry_run_lists_and_uploads_nothing(hub, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(push, "check_folder", fast_check)
+    monkeypatch.setattr(push, "check_folder", quick_check)
     hub.requests.clear()
     push.main([str(checkpoint), "someone/dry", "--dry-run"])
     printed = capsys.readouterr().out
@@ -248,6 +253,7 @@ def test_a_dry_run_lists_and_uploads_nothing(hub, checkpoint, capsys, monkeypatc
 def test_folders_that_are_not_fit_to_be_shared_are_refused(checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         push.check_folder(tmp_path / "nowhere")
+    push.write_card(checkpoint, "someone/model")
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     (broken / "loop_cache.py").write_text("raise RuntimeError('broken on purpose')\n")
