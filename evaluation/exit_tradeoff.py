@@ -132,28 +132,37 @@ def measure_times(
     model: RecurrentGPT2ForCausalLM,
     prompts: torch.Tensor,
     results: list[Result],
+    file: Path,
     batch_sizes: tuple[int, ...] = (1, 8),
     new_tokens: int = 32,
     rounds: int = 3,
 ) -> None:
-    """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians."""
-    total = len(batch_sizes) * rounds * len(results)
-    times: dict[tuple[int, int], list[float]] = {}
-    with tqdm(total=total, desc="generation", unit=" runs") as progress:
-        for batch_size in batch_sizes:
-            batch = prompts[:batch_size]
-            for _ in range(rounds):
-                for place, result in enumerate(results):
-                    started = time.perf_counter()
-                    model.generate(
-                        batch, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
-                        exit_policy=result.setting.exit_policy, num_loops=result.setting.num_loops,
-                    )  # fmt: skip
-                    elapsed = 1000 * (time.perf_counter() - started) / (new_tokens * batch_size)
-                    times.setdefault((batch_size, place), []).append(elapsed)
-                    progress.update()
-    for (batch_size, place), values in times.items():
-        results[place].ms_per_token[str(batch_size)] = float(np.median(values))
+    """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line of
+    `file`, and what is there already is not measured again."""
+    known = [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    times = {(size, turn, place): ms for size, turn, place, ms in known}
+    todo = [
+        (size, turn, place)
+        for size in batch_sizes
+        for turn in range(rounds)
+        for place in range(len(results))
+        if (size, turn, place) not in times
+    ]
+    with file.open("a") as lines:
+        for size, turn, place in tqdm(todo, desc="generation", unit=" runs"):
+            setting = results[place].setting
+            started = time.perf_counter()
+            model.generate(
+                prompts[:size], max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+                exit_policy=setting.exit_policy, num_loops=setting.num_loops,
+            )  # fmt: skip
+            times[size, turn, place] = 1000 * (time.perf_counter() - started) / (new_tokens * size)
+            lines.write(json.dumps([size, turn, place, times[size, turn, place]]) + "\n")
+            lines.flush()
+    for size in batch_sizes:
+        for place, result in enumerate(results):
+            rounds_of = [times[size, turn, place] for turn in range(rounds)]
+            result.ms_per_token[str(size)] = float(np.median(rounds_of))
 
 
 def read_results(output: Path) -> dict[Setting, Result]:
@@ -250,9 +259,10 @@ def main(arguments: list[str] | None = None) -> None:
     untimed = [result for result in results if not result.ms_per_token]
     if PartialState().is_main_process and options.rounds > 0 and untimed:
         prompts = blocks[:, : max(block_size // 4, 1)].repeat(-(-8 // len(blocks)), 1)[:8]
-        measure_times(model, prompts, results, rounds=options.rounds)
+        measure_times(model, prompts, results, options.output / "times.jsonl", rounds=options.rounds)
         with (options.output / "tradeoff.jsonl").open("a") as lines:
             lines.writelines(result.to_json() + "\n" for result in results)
+        (options.output / "times.jsonl").unlink()
     if PartialState().is_main_process:
         rows = card_rows(results, Path(options.source).name)
         (options.output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")

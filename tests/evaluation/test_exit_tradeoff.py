@@ -60,6 +60,29 @@ def test_a_sweep_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
     assert len(scored) == len(set(scored)) == len(settings)
 
 
+def test_times_that_were_measured_are_not_measured_again(model, tmp_path, monkeypatch):
+    settings = make_settings(["step_norm"], cap=2, thresholds=[0.5])
+    results = [result_of(setting.rule, 1.0, [1.0], setting.policy or "{}") for setting in settings]
+    for result, setting in zip(results, settings, strict=True):
+        result.setting = setting
+    runs, generate = [], type(model).generate
+
+    def counted(self, *args, **kwargs):
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        runs.append(kwargs["num_loops"])
+        return generate(self, *args, **kwargs)
+
+    arguments = {"batch_sizes": (1, 2), "new_tokens": 2, "rounds": 2}
+    monkeypatch.setattr(type(model), "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        exit_tradeoff.measure_times(model, random_ids(2, 4), results, tmp_path / "times.jsonl", **arguments)
+    monkeypatch.setattr(type(model), "generate", lambda self, *a, **k: runs.append(1) or generate(self, *a, **k))
+    exit_tradeoff.measure_times(model, random_ids(2, 4), results, tmp_path / "times.jsonl", **arguments)
+    assert len(runs) == 2 * 2 * len(settings)
+    assert all(result.ms_per_token.keys() == {"1", "2"} for result in results)
+
+
 def result_of(rule, depth, losses, policy="{}"):
     setting = Setting(rule, None if rule == "fixed" else policy, int(depth) if rule == "fixed" else 9)
     return Result(setting, float(np.mean(losses)), 1.0, [depth] * 2, [0.0] * 2, 0.0, list(losses))
