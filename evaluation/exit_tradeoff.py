@@ -137,8 +137,8 @@ def measure_times(
     new_tokens: int = 32,
     rounds: int = 3,
 ) -> None:
-    """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line of
-    `file`, and what is there already is not measured again."""
+    """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line
+    of `file`, and what is there already is not measured again."""
     known = [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     times = {(size, turn, place): ms for size, turn, place, ms in known}
     todo = [
