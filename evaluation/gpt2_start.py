@@ -58,6 +58,21 @@ def without_biases(gpt2: GPT2LMHeadModel) -> GPT2LMHeadModel:
     return stripped
 
 
+def constant_output(block) -> torch.Tensor:
+    """What a layer of GPT-2 adds to the residual stream of every token alike, through biases that act linearly."""
+    width = block.ln_1.weight.shape[0]
+    value_weight, value_bias = block.attn.c_attn.weight[:, 2 * width :], block.attn.c_attn.bias[2 * width :]
+    attended = (block.ln_1.bias @ value_weight + value_bias) @ block.attn.c_proj.weight
+    return attended + block.attn.c_proj.bias + block.mlp.c_proj.bias
+
+
+def with_constants(gpt2: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """Without biases, but with what those of the first layer add to every token in the position embeddings."""
+    stripped = without_biases(gpt2)
+    stripped.transformer.wpe.weight.data += constant_output(gpt2.transformer.h[0])
+    return stripped
+
+
 def changed(model: RecurrentGPT2ForCausalLM, change: Callable[[torch.nn.Module], None], kind: str):
     """A copy of the model with a change made to its loop inputs or blocks."""
     model = copy.deepcopy(model)
@@ -102,12 +117,14 @@ def main(arguments: list[str] | None = None) -> None:
     losses = {
         "GPT-2": loss(gpt2),
         "GPT-2 with its biases set to zero": loss(stripped),
-        "**chosen**: calibrated norms, A = [0 ; I], constants of the first layer in the positions": loss(chosen),
-        "… without the constants": loss(RecurrentGPT2ForCausalLM.from_gpt2(stripped, LOOP_GROUPS, num_loops=4)),
+        "**chosen**: calibrated norms, A = [0 ; I]": loss(chosen),
         "… output norms at 1 instead of calibrated": loss(changed(chosen, unit_norms, "block")),
         "… A = [I/4 ; 3I/4]": loss(changed(chosen, pass_state(0.25), "loop input")),
         "… A = [I/2 ; I/2]": loss(changed(chosen, pass_state(0.5), "loop input")),
         "… A = [random ; I]": loss(changed(chosen, random_state, "loop input")),
+        "… what the first layer's biases add, in the positions": loss(
+            RecurrentGPT2ForCausalLM.from_gpt2(with_constants(gpt2), LOOP_GROUPS, num_loops=4)
+        ),
         "from scratch": loss(RecurrentGPT2ForCausalLM(chosen.config).eval()),
     }
     print("| start | validation loss |\n|---|---|")

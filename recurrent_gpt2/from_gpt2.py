@@ -8,8 +8,7 @@ What GPT-2 has and RecurrentGPT2 has not, and what is done about it:
 - The sandwich norms n2 and n4 rescale the residual stream. Their weights are set to the size that the stream has at
   that place in GPT-2, measured on text that GPT-2 itself samples (or that is given), so that they change little.
 - Loops: A_g passes the group's input on and ignores the state, so that a group starts as the layers it was.
-- Biases have no place here. What those of the first layer add to every token goes into the position embeddings; the
-  others are dropped, and that is what the loss rises by at the start.
+- Biases have no place here and are dropped. That is what the loss rises by at the start.
 """
 
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ def load_gpt2_weights(model, gpt2: GPT2LMHeadModel, calibration_ids: torch.Tenso
 
     old = gpt2.transformer
     carry("model.embed_tokens.weight", _centered(old.wte.weight) / scale)
-    carry("model.embed_positions.weight", _centered(old.wpe.weight + constant_output(old.h[0])) / scale)
+    carry("model.embed_positions.weight", _centered(old.wpe.weight) / scale)
     carry("model.norm.weight", old.ln_f.weight * scale)
     if not model.config.tie_word_embeddings:  # the final norm is scaled for a head that is
         carry("lm_head.weight", gpt2.lm_head.weight / scale)
@@ -105,14 +104,6 @@ def load_gpt2_weights(model, gpt2: GPT2LMHeadModel, calibration_ids: torch.Tenso
     report.dropped = [name for name, _ in gpt2.named_parameters() if name.endswith(".bias")]
     logger.info(f"from GPT-2:\n{report}")
     return report
-
-
-def constant_output(block) -> torch.Tensor:
-    """What a layer of GPT-2 adds to the residual stream of every token alike, through biases that act linearly."""
-    width = block.ln_1.weight.shape[0]
-    value_weight, value_bias = block.attn.c_attn.weight[:, 2 * width :], block.attn.c_attn.bias[2 * width :]
-    attended = (block.ln_1.bias @ value_weight + value_bias) @ block.attn.c_proj.weight
-    return attended + block.attn.c_proj.bias + block.mlp.c_proj.bias
 
 
 def sample_text(gpt2: GPT2LMHeadModel, rows: int = 8, length: int = 64) -> torch.Tensor:
