@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo smoke bench test test-slow lint format clean
+.PHONY: install demo smoke bench test test-slow test-browser lint format clean
 
 install: $(INSTALLED)
 
@@ -30,6 +30,12 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed
 	$(BIN)/python -m pytest -m slow
+
+# Opens the report in a headless Chromium, from the distribution's packages (apt) unless there is one already.
+test-browser: $(INSTALLED)
+	command -v chromium || (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	$(BIN)/python -m pytest -m browser
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

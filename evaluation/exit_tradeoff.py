@@ -42,7 +42,7 @@ SWEEPS = {
     "acceleration/state": ({"name": "acceleration", "normalize": "state"}, OF_RATIOS),
     "acceleration/step": ({"name": "acceleration", "normalize": "step"}, (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
 }
-FIXED_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+FIXED_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,14 @@ class Setting:
 
 
 def make_settings(
-    rules: list[str], cap: int, min_loops: int = 1, thresholds: list[float] | None = None
+    rules: list[str],
+    cap: int,
+    min_loops: int = 1,
+    thresholds: list[float] | None = None,
+    depths: tuple[int, ...] = FIXED_DEPTHS,
 ) -> list[Setting]:
-    """The sweep: fixed depths up to the cap, and every rule at every threshold."""
-    settings = [Setting("fixed", None, depth) for depth in sorted({*FIXED_DEPTHS, cap}) if depth <= cap]
+    """The sweep: fixed depths up to the cap and beyond, and every rule at every threshold."""
+    settings = [Setting("fixed", None, depth) for depth in sorted({*depths, cap})]
     for rule in rules:
         if rule not in SWEEPS:
             raise ValueError(f"`--rules` has {rule!r}, but must be among {', '.join(SWEEPS)}.")
@@ -163,6 +167,36 @@ def measure_times(
         for place, result in enumerate(results):
             rounds_of = [times[size, turn, place] for turn in range(rounds)]
             result.ms_per_token[str(size)] = float(np.median(rounds_of))
+
+
+def pool(repetitions: list[list[Result]]) -> list[Result]:
+    """The same settings measured on several sets of sequences, as if on all of them at once. Times are the first's."""
+    pooled = []
+    for results in zip(*repetitions, strict=True):
+        losses = [loss for result in results for loss in result.sequence_losses]
+        means, spreads = (np.array([getattr(r, name) for r in results]) for name in ("mean_steps", "std_steps"))
+        mean = float(np.mean(losses))
+        pooled.append(
+            Result(
+                results[0].setting,
+                cross_entropy=mean,
+                perplexity=float(np.exp(mean)),
+                mean_steps=means.mean(0).tolist(),
+                std_steps=np.sqrt((spreads**2).mean(0) + means.var(0)).tolist(),
+                flops_per_token=float(np.mean([r.flops_per_token for r in results])),
+                sequence_losses=losses,
+                ms_per_token=results[0].ms_per_token,
+            )
+        )
+    return pooled
+
+
+def recommended(results: list[Result], tolerance: float = 0.01) -> dict[str, Result]:
+    """For each rule, its cheapest setting within `tolerance` nats of the best fixed depth, if there is one."""
+    best = min(result.cross_entropy for result in results if result.setting.rule == "fixed")
+    good = [result for result in results if result.cross_entropy <= best + tolerance]
+    rules = dict.fromkeys(result.setting.rule for result in good)
+    return {rule: min((r for r in good if r.setting.rule == rule), key=lambda r: r.mean_depth) for rule in rules}
 
 
 def read_results(output: Path) -> dict[Setting, Result]:

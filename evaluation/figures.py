@@ -1,0 +1,294 @@
+"""The paper's figures from measured files, and the comparison that it did not make: `python -m evaluation.figures`.
+
+    python -m evaluation.figures --trajectories DIR --geometry geometry.jsonl --tradeoff DIR --output figures
+
+draws those figures that the given inputs allow, each as PNG and PDF:
+
+- `trajectory` (figure 1): a token's path through the model in its two principal components, a loop enlarged;
+- `drift` (figure 2): drift-to-loop ratio over training, as printed and with the net move of the next group;
+- `loop_dynamics` (figure 3): step norms and cosines per group, with bands of one standard deviation;
+- `exit_policies` (figure 4): latency, perplexity and cross-entropy against the threshold;
+- `cosines` (figure 5): cosines of consecutive steps over training;
+- `fair_comparison`: quality against mean steps and against time, beside fixed depth;
+- `against_fixed`: each rule's difference from fixed depth at the same mean steps, with 95 % intervals.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .exit_tradeoff import PAPER_THRESHOLDS, Result, compare, read_results
+from .geometry import Projection
+from .trajectories import Trajectories, load_trajectories
+
+# Okabe and Ito's palette, which the colour-blind can tell apart; markers and dashes say the same in black and white.
+RULE_STYLES = {
+    "fixed": {"color": "black", "marker": "s", "linestyle": "--"},
+    "step_norm": {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    "step_norm/state": {"color": "#56B4E9", "marker": "v", "linestyle": "-."},
+    "kl": {"color": "#E69F00", "marker": "D", "linestyle": "-"},
+    "acceleration": {"color": "#009E73", "marker": "^", "linestyle": "-"},
+    "acceleration/state": {"color": "#D55E00", "marker": "P", "linestyle": "-."},
+    "acceleration/step": {"color": "#CC79A7", "marker": "X", "linestyle": ":"},
+}
+PAPER_RULES = ("step_norm", "kl", "acceleration")
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+FLOOR_COLOR = "0.85"
+
+
+def name_of_group(layers: list[int]) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+
+
+def plot_trajectory(trajectories: Trajectories, tokens: int = 2) -> Figure:
+    """Figure 1. The projection is fitted on all states of all chosen tokens; `tokens` of them are drawn."""
+    groups, points = trajectories.index["groups"], trajectories.index["points"]
+    between = torch.from_numpy(trajectories["between"])
+    loops = [torch.from_numpy(trajectories[f"group_{group}"]) for group in range(len(groups))]
+    projection = Projection.fit(torch.cat([between, *loops]))
+    chosen = np.linspace(between.shape[1] // 4, between.shape[1] - 1, tokens, dtype=int).tolist()
+
+    figure, axes = plt.subplots(1, tokens, figsize=(4.6 * tokens, 4.2), layout="constrained", squeeze=False)
+    for place, token in enumerate(chosen):
+        ax: Axes = axes[0, place]
+        on_path = projection.apply(between[:, token])
+        ax.plot(*on_path.T, color="0.6", linewidth=1, marker=".", markersize=4, zorder=1)
+        ax.annotate("embedding", on_path[0], fontsize=7, xytext=(4, 4), textcoords="offset points")
+        ax.annotate("output", on_path[-1], fontsize=7, xytext=(4, 4), textcoords="offset points")
+        for group, states in enumerate(loops):
+            path = projection.apply(states[:, token])
+            style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+            ax.plot(*path.T, color=style["color"], linewidth=0.7, alpha=0.5)
+            shade = np.linspace(0.25, 1.0, len(path))  # from light to dark, in the order of iteration
+            ax.scatter(*path.T, color=style["color"], alpha=shade, s=14, marker=style["marker"], zorder=2,
+                       label=name_of_group(groups[group]))  # fmt: skip
+        _enlarge_loop(ax, projection.apply(loops[len(loops) // 2][:, token]), len(loops) // 2)
+        text = trajectories.index["tokens"][trajectories.index["chosen"][token]]
+        ax.set(xlabel=_component(projection, 0), ylabel=_component(projection, 1), title=f"token {text!r}")
+    axes[0, 0].legend(fontsize=7, loc="best")
+    assert len(points) == len(between)
+    return figure
+
+
+def _component(projection: Projection, index: int) -> str:
+    return f"component {index + 1} ({100 * projection.explained[index]:.0f} % of variance)"
+
+
+def _enlarge_loop(ax: Axes, path: torch.Tensor, group: int) -> None:
+    """An inset with the loop from its third state on: the first steps go from the noise to where the loop settles."""
+    style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+    settled = path[2:]
+    inset = ax.inset_axes((0.62, 0.02, 0.36, 0.36))
+    inset.plot(*settled.T, color=style["color"], linewidth=0.7)
+    inset.scatter(*settled.T, color=style["color"], alpha=np.linspace(0.25, 1.0, len(settled)), s=8)
+    inset.set(xticks=[], yticks=[])
+    inset.set_title("one loop, enlarged", fontsize=6, pad=2)
+    inset.spines[["top", "right"]].set_visible(True)
+    ax.indicate_inset_zoom(inset, edgecolor="0.4")
+
+
+def plot_drift(geometry: list[dict[str, Any]], groups: list[list[int]]) -> Figure:
+    """Figure 2."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharex=True)
+    steps = [line["step"] for line in geometry]
+    titles = {"as_printed": "as printed (eq. 2)", "net": "net move of the next group"}
+    for ax, (kind, title) in zip(axes, titles.items(), strict=True):
+        for boundary in range(len(groups) - 1):
+            moments = [line["drift_to_loop_ratio"][boundary][kind] for line in geometry]
+            mean, std = (np.array([m[name] for m in moments], dtype=float) for name in ("mean", "std"))
+            style = list(RULE_STYLES.values())[boundary + 1]
+            label = f"{name_of_group(groups[boundary])} to {name_of_group(groups[boundary + 1])}"
+            ax.plot(steps, mean, markersize=4, label=label, **style)
+            ax.fill_between(steps, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
+        ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        ax.set(xlabel="training step", title=title, ylim=(0, None))
+        ax.set_xscale("symlog", linthresh=1)
+    axes[0].set_ylabel("drift-to-loop ratio")
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def plot_loop_dynamics(line: dict[str, Any], groups: list[list[int]]) -> Figure:
+    """Figure 3: one measurement of the geometry, steps below rounding noise shaded."""
+    figure, axes = plt.subplots(2, len(groups), figsize=(3.2 * len(groups), 5), layout="constrained", squeeze=False)
+    for group, measured in enumerate(line["groups"]):
+        style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+        for row, (name, first) in enumerate((("step_norm", 0), ("step_cosine", 1))):
+            ax = axes[row, group]
+            mean, std = (np.array(measured[name][kind], dtype=float) for kind in ("mean", "std"))
+            steps = np.arange(first, first + len(mean))
+            ax.plot(steps, mean, color=style["color"], marker=style["marker"], markersize=3)
+            low = np.maximum(mean - std, mean / 30) if name == "step_norm" else mean - std
+            ax.fill_between(steps, low, mean + std, color=style["color"], alpha=0.2, linewidth=0)
+            below = np.flatnonzero(np.array(measured["above_floor"]) < 0.5)
+            if len(below):
+                ax.axvspan(below[0], len(measured["above_floor"]), color=FLOOR_COLOR, zorder=0)
+                ax.text(below[0] + 0.3, 0.96, "rounding", fontsize=7, va="top", transform=ax.get_xaxis_transform())
+            ax.set_xlabel("loop step k")
+        axes[0, group].set(title=name_of_group(groups[group]), yscale="log")
+        axes[1, group].set_ylim(-1.05, 1.05)
+    axes[0, 0].set_ylabel("step norm")
+    axes[1, 0].set_ylabel("cosine to the step before")
+    return figure
+
+
+def plot_cosines(geometry: list[dict[str, Any]], groups: list[list[int]], most: int = 7) -> Figure:
+    """Figure 5: `most` measurements over training, from light to dark."""
+    shown = [geometry[i] for i in sorted({*np.linspace(0, len(geometry) - 1, most).round().astype(int).tolist()})]
+    shades = matplotlib.colormaps["viridis_r"](np.linspace(0.1, 1, len(shown)))
+    figure, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3), layout="constrained", squeeze=False)
+    for group, ax in enumerate(axes[0]):
+        for line, shade in zip(shown, shades, strict=True):
+            cosines = np.array(line["groups"][group]["step_cosine"]["mean"], dtype=float)
+            ax.plot(np.arange(1, len(cosines) + 1), cosines, color=shade, label=f"step {line['step']:,}")
+        ax.set(xlabel="loop step k", title=name_of_group(groups[group]), ylim=(-1.05, 1.05))
+    axes[0, 0].set_ylabel("cosine to the step before")
+    axes[0, -1].legend(fontsize=6)
+    return figure
+
+
+def plot_exit_policies(results: list[Result]) -> Figure:
+    """Figure 4: the paper's three rules at its thresholds."""
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    for rule in PAPER_RULES:
+        points = [r for r in results if r.setting.rule == rule and _threshold(r) in PAPER_THRESHOLDS]
+        points.sort(key=_threshold)
+        x = [_threshold(result) for result in points]
+        timed = [result for result in points if "1" in result.ms_per_token]
+        style = RULE_STYLES[rule] | {"markersize": 5}
+        axes[0].plot([_threshold(r) for r in timed], [r.ms_per_token["1"] for r in timed], label=rule, **style)
+        axes[1].plot(x, [result.perplexity for result in points], label=rule, **style)
+        axes[2].plot(x, [result.cross_entropy for result in points], label=rule, **style)
+    for ax, label in zip(axes, ("ms/token", "perplexity", "cross-entropy (nats)"), strict=True):
+        ax.set(xscale="log", xlabel="threshold", ylabel=label)
+        ax.ticklabel_format(axis="y", useOffset=False)
+    axes[0].set_ylim(0, None)
+    axes[1].legend(fontsize=7)
+    return figure
+
+
+def plot_fair_comparison(results: list[Result]) -> Figure:
+    """Quality against mean steps and against time: rules can be compared where the cost is the same."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
+    for rule, points in _by_rule(results):
+        style = RULE_STYLES[rule] | {"markersize": 4, "linewidth": 1}
+        axes[0].plot([r.mean_depth for r in points], [r.cross_entropy for r in points], label=rule, **style)
+        timed = sorted((r for r in points if "1" in r.ms_per_token), key=lambda r: r.ms_per_token["1"])
+        axes[1].plot([r.ms_per_token["1"] for r in timed], [r.cross_entropy for r in timed], **style)
+    axes[0].set(xlabel="mean loop steps a token and group", ylabel="cross-entropy (nats)")
+    axes[1].set(xlabel="ms/token, batch 1")
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def plot_against_fixed(results: list[Result]) -> Figure:
+    """Below zero, a rule is better than fixed depth at the same mean number of steps."""
+    figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    comparisons = compare(results)
+    for rule in RULE_STYLES:
+        points = sorted((c for c in comparisons if c.setting.rule == rule), key=lambda c: c.mean_depth)
+        if points:
+            middle = np.array([c.difference for c in points])
+            bars = np.array([[c.difference - c.low, c.high - c.difference] for c in points]).T
+            ax.errorbar([c.mean_depth for c in points], middle, np.maximum(bars, 0), label=rule, markersize=4,
+                        linewidth=1, elinewidth=0.7, capsize=1.5, **RULE_STYLES[rule])  # fmt: skip
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set(xlabel="mean loop steps a token and group", ylabel="cross-entropy minus fixed depth's (nats)")
+    ax.legend(fontsize=7)
+    return figure
+
+
+def _by_rule(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+    results = list(results)
+    by_rule = [(rule, sorted((r for r in results if r.setting.rule == rule), key=lambda r: r.mean_depth))
+               for rule in RULE_STYLES]  # fmt: skip
+    return [(rule, points) for rule, points in by_rule if points]
+
+
+def _threshold(result: Result) -> float:
+    return result.setting.exit_policy["threshold"]
+
+
+def read_geometry(file: Path) -> list[dict[str, Any]]:
+    """The lines of `geometry.jsonl`, in the order of training steps."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines:
+        raise ValueError(f"{file} has no measurements.")
+    return sorted(lines, key=lambda line: line["step"])
+
+
+def save_figure(figure: Figure, output: Path, name: str) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output / f"{name}.pdf", metadata={"CreationDate": None})
+    figure.savefig(output / f"{name}.png", dpi=130)
+    plt.close(figure)
+    return output / f"{name}.png"
+
+
+def draw_figures(
+    output: Path,
+    trajectories: Path | None = None,
+    geometry: list[dict[str, Any]] | None = None,
+    groups: list[list[int]] | None = None,
+    results: list[Result] | None = None,
+) -> dict[str, Path]:
+    """Those figures that the inputs allow, by name. `groups` are the layers of the loops, to name them."""
+    figures: dict[str, Figure] = {}
+    with matplotlib.rc_context(STYLE):
+        if trajectories is not None:
+            loaded = load_trajectories(trajectories)
+            groups = groups or loaded.index["groups"]
+            figures["trajectory"] = plot_trajectory(loaded)
+        if geometry:
+            groups = groups or [[group] for group in range(len(geometry[-1]["groups"]))]
+            figures["loop_dynamics"] = plot_loop_dynamics(geometry[-1], groups)
+            if len(geometry) > 1:
+                figures["cosines"] = plot_cosines(geometry, groups)
+            if len(geometry) > 1 and len(groups) > 1:
+                figures["drift"] = plot_drift(geometry, groups)
+        if results:
+            figures["exit_policies"] = plot_exit_policies(results)
+            figures["fair_comparison"] = plot_fair_comparison(results)
+            figures["against_fixed"] = plot_against_fixed(results)
+        return {name: save_figure(figure, output, name) for name, figure in figures.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=Path, help="folder of `evaluation.trajectories`")
+    parser.add_argument("--geometry", type=Path, help="`geometry.jsonl` of a training run")
+    parser.add_argument("--tradeoff", type=Path, help="folder of `evaluation.exit_tradeoff`")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if not (options.trajectories or options.geometry or options.tradeoff):
+        raise ValueError("nothing to draw: give `--trajectories`, `--geometry` or `--tradeoff`.")
+    for name in ("geometry", "tradeoff"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"`--{name}` is {path}, which does not exist.")
+    results = None
+    if options.tradeoff is not None:
+        results = list(read_results(options.tradeoff).values())
+        if not results:
+            raise ValueError(f"`--tradeoff` is {options.tradeoff}, which has no results.")
+    geometry = read_geometry(options.geometry) if options.geometry else None
+    for path in draw_figures(options.output, options.trajectories, geometry, results=results).values():
+        print(path)
+
+
+if __name__ == "__main__":
+    matplotlib.use("Agg")
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,390 @@
+"""Everything about a checkpoint on one page: `python -m evaluation.report CHECKPOINT_OR_RUN --output DIR`.
+
+Measures the geometry of the loops, sweeps the exit rules (on several texts and with several seeds, if asked to),
+decodes with the small cache, looks at slow and fast tokens and writes samples; then draws the figures, checks the
+paper's claims, and writes
+
+- `report.html`: one page that needs nothing else, to open in a browser;
+- `report.md`: the same in Markdown, beside `figures/`;
+- `report.json`: all numbers; `results.json` and `tradeoff.png`: what a model card is made from.
+
+A seed has its own start noise and its own blocks of text. What is measured is written at once: a report that was
+interrupted goes on where it stopped.
+"""
+
+import argparse
+import base64
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import transformers
+from jinja2 import Environment, FileSystemLoader
+
+from recurrent_gpt2 import RecurrentGPT2ForCausalLM
+from training.data import Source
+
+from .claims import check_claims, gain_of_loops
+from .common import blocks_of, held_out_documents, load_checkpoint
+from .exit_tradeoff import (
+    SWEEPS,
+    Result,
+    Setting,
+    card_rows,
+    compare,
+    make_settings,
+    measure_times,
+    pool,
+    recommended,
+    run_sweep,
+)
+from .figures import PAPER_RULES, draw_figures, read_geometry
+from .observations import CacheCost, Sample, continue_blocks, last_step_cost, measure_geometry, token_depths
+from .trajectories import write_trajectories
+
+CAPTIONS = {
+    "trajectory": "Paths of two tokens through the model, on two principal components of all states (paper, fig. 1)",
+    "drift": "Drift-to-loop ratio over training (paper, fig. 2); bands are one standard deviation over tokens",
+    "loop_dynamics": "Step norms and cosines (paper, fig. 3); bands are one standard deviation over tokens",
+    "exit_policies": "Latency and quality against the threshold (paper, fig. 4)",
+    "cosines": "Cosines of consecutive steps over training (paper, fig. 5)",
+    "fair_comparison": "Quality against cost: rules beside fixed depth",
+    "against_fixed": "Each rule minus fixed depth at the same mean steps; below zero it is better (95 % intervals)",
+}
+
+
+@dataclass
+class Settings:
+    """How much is measured."""
+
+    sources: list[str]
+    output: Path
+    validation_fraction: float = 0.01
+    rules: tuple[str, ...] = tuple(SWEEPS)
+    thresholds: list[float] | None = None
+    cap: int = 24
+    blocks: int = 16  # of each source and seed
+    block_size: int | None = None
+    seeds: int = 1
+    rounds: int = 3  # of measuring times
+    geometry_loops: int = 30
+    samples: int = 4
+
+
+@dataclass
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+@dataclass
+class Section:
+    title: str
+    text: str = ""
+    tables: list[Table] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)  # names
+    samples: list[Sample] = field(default_factory=list)
+
+
+def name_of_source(path: str) -> str:
+    """`webtext/validation.parquet` -> `webtext-validation`."""
+    parts = Path(path).with_suffix("").parts
+    return "-".join(parts[-2:]) if len(parts) > 1 else parts[0]
+
+
+def use_seed(model: RecurrentGPT2ForCausalLM, seed: int) -> None:
+    """Gives the model the start noise of another seed."""
+    model.config.noise_seed = seed
+    model.model.start_noise.copy_(model.model.make_start_noise())
+
+
+def blocks_by_seed(source: str, tokenizer, settings: Settings, block_size: int) -> list[torch.Tensor]:
+    """As many blocks for every seed, none of them twice."""
+    # Of a file, all is taken to be held out; Python's documentation is split as it was for training.
+    fraction = settings.validation_fraction if source == "python-docs" else None
+    blocks = blocks_of(
+        held_out_documents(Source(source), fraction), tokenizer, block_size, settings.blocks * settings.seeds
+    )
+    if len(blocks) < settings.seeds:
+        raise ValueError(f"{source} has {len(blocks)} block(s) of {block_size} tokens, too few for the seeds.")
+    return list(blocks[: len(blocks) // settings.seeds * settings.seeds].chunk(settings.seeds))
+
+
+def sweep(model, tokenizer, source: str, settings: Settings, rules: tuple[str, ...]) -> list[list[Result]]:
+    """Results of every seed."""
+    own_seed = model.config.noise_seed
+    block_size = settings.block_size or model.config.max_position_embeddings
+    points = make_settings(list(rules), settings.cap, thresholds=settings.thresholds)
+    folder, repetitions = settings.output / "tradeoff" / name_of_source(source), []
+    for seed, blocks in enumerate(blocks_by_seed(source, tokenizer, settings, block_size)):
+        use_seed(model, own_seed + seed)
+        repetitions.append(run_sweep(model, blocks, points, folder / f"seed-{seed}"))
+        if seed == 0 and source == settings.sources[0] and settings.rounds > 0:
+            prompts = blocks[:8, : block_size // 4]
+            sizes = (1, len(prompts)) if len(prompts) > 1 else (1,)
+            measure_times(model, prompts, repetitions[0], folder / "times.jsonl", sizes, rounds=settings.rounds)
+    use_seed(model, own_seed)
+    return repetitions
+
+
+def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
+    """All numbers of the report, JSON-able."""
+    model, tokenizer = load_checkpoint(checkpoint)
+    block_size = settings.block_size or model.config.max_position_embeddings
+    first = settings.sources[0]
+    # The first source is swept with all rules and timed; the others with the paper's.
+    few = tuple(rule for rule in settings.rules if rule in PAPER_RULES)
+    sweeps = {
+        source: sweep(model, tokenizer, source, settings, settings.rules if source == first else few)
+        for source in settings.sources
+    }
+    results = pool(sweeps[first])
+    blocks = blocks_by_seed(first, tokenizer, settings, block_size)[0]
+    policy, cap = default_policy(checkpoint, results, settings.cap)
+    history = Path(checkpoint) / "geometry.jsonl"
+    geometry = read_geometry(history) if history.exists() else []
+    now = {"step": geometry[-1]["step"] if geometry else 0, **measure_geometry(model, blocks, settings.geometry_loops)}
+    geometry = [*(line for line in geometry if line["step"] < now["step"]), now]
+    write_trajectories(
+        checkpoint, tokenizer.decode(blocks[0]), settings.output / "trajectories", settings.geometry_loops, 64
+    )
+    depths = token_depths(model, tokenizer, blocks, policy, cap)
+    return {
+        "checkpoint": Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint,
+        "parameters": model.num_parameters(),
+        "groups": model.config.loop_groups,
+        "num_loops": model.config.num_loops,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "block_size": block_size,
+        "blocks": len(blocks),
+        "seeds": settings.seeds,
+        "cap": cap,
+        "policy": policy,
+        "sources": [
+            {"name": name_of_source(source), "results": [[json.loads(r.to_json()) for r in part] for part in parts]}
+            for source, parts in sweeps.items()
+        ],
+        "geometry": geometry,
+        "claims": [asdict(claim) for claim in check_claims(geometry, results)],
+        "cache": asdict(last_step_cost(model, blocks[:8])),
+        "tokens": {"fastest": [asdict(d) for d in depths[:10]], "slowest": [asdict(d) for d in depths[:-11:-1]]},
+        "samples": [
+            asdict(sample) for sample in continue_blocks(model, tokenizer, blocks[: settings.samples], policy, cap)
+        ],
+    }
+
+
+def default_policy(checkpoint: str, results: list[Result], cap: int) -> tuple[dict[str, Any] | None, int]:
+    """The checkpoint's own exit policy, or else the cheapest rule that costs no quality."""
+    file = Path(checkpoint) / "generation_config.json"
+    own = json.loads(file.read_text()).get("exit_policy") if file.exists() else None
+    if own is not None:
+        return own, cap
+    rules = [result for rule, result in recommended(results).items() if rule != "fixed"]
+    return (min(rules, key=lambda r: r.mean_depth).setting.exit_policy if rules else None), cap
+
+
+def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:
+    return {
+        source["name"]: [[Result.from_json(json.dumps(r)) for r in part] for part in source["results"]]
+        for source in report["sources"]
+    }
+
+
+def sections_of(report: dict[str, Any], figures: dict[str, Path]) -> list[Section]:
+    sources = read_sources(report)
+    first = next(iter(sources))
+    results = pool(sources[first])
+
+    def drawn(*names: str) -> list[str]:
+        return [name for name in names if name in figures]
+
+    tokens = report["blocks"] * report["block_size"] * report["seeds"]
+    gain = gain_of_loops(results)
+    gained = "" if gain is None else f" All loops together gain {gain:.3f} nats over a single one on {first}."
+    return [
+        Section(
+            "The paper's claims",
+            f"Measured on {first}, {tokens:,} tokens in all, {report['seeds']} seed(s), at most {report['cap']} loops; "
+            f"times on {report['machine']}.{gained}",
+            [claims_table(report)],
+        ),
+        Section(
+            "The loops",
+            f"At {len(report['geometry'][-1]['groups'][0]['step_norm']['mean'])} fixed loops on held-out text.",
+            [geometry_table(report)],
+            drawn("trajectory", "loop_dynamics", "cosines", "drift"),
+        ),
+        Section(
+            "Exit rules",
+            "Two rules at the same threshold stop at different depths. The fair comparison is at the same cost.",
+            [rules_table(sources), tradeoff_table(results)],
+            drawn("fair_comparison", "against_fixed", "exit_policies"),
+        ),
+        Section("Loops beyond those trained", "Cross-entropy at fixed depth.", [depth_table(sources)]),
+        Section("The small cache", "`last_step` keeps one slot a layer, not one a loop step.", [cache_table(report)]),
+        Section(
+            "Slow and fast tokens",
+            f"Token types by mean steps under {json.dumps(report['policy'])}.",
+            [token_table(report, kind) for kind in ("slowest", "fastest")],
+        ),
+        Section(
+            "Samples",
+            "Continuations of the first blocks of held-out text, at temperature 0.8 (top-p 0.95), none left out.",
+            samples=[Sample(**sample) for sample in report["samples"]],
+        ),
+    ]  # fmt: skip
+
+
+def claims_table(report: dict[str, Any]) -> Table:
+    rows = [[c["claim"], c["paper"], c["measured"], f"**{c['verdict']}**"] for c in report["claims"]]
+    return Table("Claims", ["claim", "paper", "here", "verdict"], rows)
+
+
+def geometry_table(report: dict[str, Any]) -> Table:
+    """Mean step norms and cosines at some steps."""
+    line, rows = report["geometry"][-1], []
+    shown = [k for k in (1, 2, 3, 5, 8, 12, 20, 29) if k < len(line["groups"][0]["step_norm"]["mean"])]
+    for layers, group in zip(report["groups"], line["groups"], strict=True):
+        norms, cosines = group["step_norm"]["mean"], group["step_cosine"]["mean"]
+        rows.append([f"layers {layers}", "step norm", *(f"{norms[k]:.3g}" for k in shown)])
+        rows.append(["", "cosine", *("" if cosines[k - 1] is None else f"{cosines[k - 1]:+.2f}" for k in shown)])
+    return Table("Steps", ["group", "", *(f"k = {k}" for k in shown)], rows)
+
+
+def rules_table(sources: dict[str, list[list[Result]]]) -> Table:
+    """Each rule's cheapest setting that costs no quality, on every source."""
+    rows = []
+    for name, repetitions in sources.items():
+        results = pool(repetitions)
+        against = {comparison.setting: comparison for comparison in compare(results)}
+        for rule, result in recommended(results).items():
+            comparison = against.get(result.setting)
+            difference = "" if comparison is None else (
+                f"{comparison.difference:+.4f} [{comparison.low:+.4f}, {comparison.high:+.4f}]"
+            )  # fmt: skip
+            rows.append([name, rule, _setting(result), f"{result.mean_depth:.2f}", _seeds(repetitions, result.setting),
+                         difference, _time(result)])  # fmt: skip
+    return Table(
+        "The cheapest setting of each rule within 0.01 nats of the best fixed depth",
+        ["text", "rule", "threshold", "mean steps", "cross-entropy (seeds)", "against fixed depth [95 %]", "ms/token"],
+        rows,
+    )
+
+
+def tradeoff_table(results: list[Result]) -> Table:
+    rows = [
+        [result.setting.rule, _setting(result), f"{result.mean_depth:.2f}", f"{result.cross_entropy:.4f}",
+         f"{result.perplexity:.2f}", f"{result.flops_per_token / 1e6:.1f}", _time(result)]
+        for result in results
+    ]  # fmt: skip
+    header = ["rule", "threshold", "mean steps", "cross-entropy", "perplexity", "MFLOP/token", "ms/token (batch 1, 8)"]
+    return Table("All settings", header, rows)
+
+
+def depth_table(sources: dict[str, list[list[Result]]]) -> Table:
+    """Rows are texts, columns are depths; means over seeds with the seeds' range."""
+    depths = [r.setting for r in next(iter(sources.values()))[0] if r.setting.rule == "fixed"]
+    rows = [[name, *(_seeds(parts, setting) for setting in depths)] for name, parts in sources.items()]
+    return Table("Fixed depth", ["text", *(str(setting.num_loops) for setting in depths)], rows)
+
+
+def cache_table(report: dict[str, Any]) -> Table:
+    cost = CacheCost(**report["cache"])
+    rows = [
+        ["per_step", f"{cost.per_step_loss:.4f}", f"{cost.per_step_bytes:,}"],
+        ["last_step", f"{cost.last_step_loss:.4f}", f"{cost.last_step_bytes:,}"],
+    ]
+    return Table("Caches", ["cache", "cross-entropy", f"bytes at {cost.tokens} tokens"], rows)
+
+
+def token_table(report: dict[str, Any], kind: str) -> Table:
+    rows = [[f"`{json.dumps(t['token'], ensure_ascii=False)}`", str(t["count"]), f"{t['mean_steps']:.2f}"]
+            for t in report["tokens"][kind]]  # fmt: skip
+    return Table(f"The {kind}", ["token", "occurrences", "mean steps"], rows)
+
+
+def _setting(result: Result) -> str:
+    policy = result.setting.exit_policy
+    return f"{result.setting.num_loops} loops" if policy is None else f"{policy['threshold']:g}"
+
+
+def _seeds(repetitions: list[list[Result]], setting: Setting) -> str:
+    """Mean over seeds, and their range where there are several."""
+    losses = [r.cross_entropy for part in repetitions for r in part if r.setting == setting]
+    mean = sum(losses) / len(losses)
+    return f"{mean:.4f}" if len(losses) == 1 else f"{mean:.4f} ({min(losses):.4f}-{max(losses):.4f})"
+
+
+def _time(result: Result) -> str:
+    return ", ".join(f"{ms:.1f}" for ms in result.ms_per_token.values())
+
+
+def write_report(report: dict[str, Any], output: Path) -> Path:
+    """Figures and pages from the numbers (and the trajectories beside them)."""
+    matplotlib.use("Agg")
+    results = pool(next(iter(read_sources(report).values())))
+    figures = draw_figures(output / "figures", output / "trajectories", report["geometry"], report["groups"], results)
+    sections = sections_of(report, figures)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True)
+    environment.filters["strong"] = lambda cell: cell.removeprefix("**").removesuffix("**")
+    images = {name: base64.b64encode(path.read_bytes()).decode() for name, path in figures.items()}
+    most = max((step for sample in report["samples"] for step in sample["steps"]), default=1)
+    values = {"report": report, "sections": sections, "captions": CAPTIONS, "images": images, "most": most}
+    page = output / "report.html"
+    page.write_text(environment.get_template("report.html").render(values), encoding="utf-8")
+    text = Environment(loader=environment.loader, trim_blocks=True, autoescape=False)
+    (output / "report.md").write_text(text.get_template("report.md").render(values), encoding="utf-8")
+    rows = card_rows(list(recommended(results).values()), report["sources"][0]["name"])
+    (output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (output / "tradeoff.png").write_bytes(figures["fair_comparison"].read_bytes())
+    return page
+
+
+def make_report(checkpoint: str, settings: Settings) -> Path:
+    settings.output.mkdir(parents=True, exist_ok=True)
+    report = measure(checkpoint, settings)
+    (settings.output / "report.json").write_text(json.dumps(report) + "\n")
+    return write_report(report, settings.output)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="folder of a checkpoint or a training run, or name on the Hub")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--source", nargs="+", default=["python-docs"], dest="sources", help="held-out text; files, or python-docs"
+    )
+    parser.add_argument(
+        "--validation_fraction", type=float, default=0.01, help="share of python-docs that training held out"
+    )
+    parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
+    parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
+    parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument("--blocks", type=int, default=16, help="blocks of each text and seed")
+    parser.add_argument("--block_size", type=int, help="tokens of a block; the model's positions when left out")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
+    parser.add_argument("--samples", type=int, default=4)
+    options = vars(parser.parse_args(arguments))
+    checkpoint, options["cap"] = options.pop("checkpoint"), options.pop("num_loops")
+    page = make_report(checkpoint, Settings(**{**options, "rules": tuple(options["rules"])}))
+    print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

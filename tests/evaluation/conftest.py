@@ -1,0 +1,13 @@
+import pytest
+
+import training.train
+from tests.training.runs import tiny_run, write_texts
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with texts (`texts.jsonl`) and a run (`run`) trained on them, with its geometry recorded."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_texts(folder)
+    training.train.main(tiny_run(folder, geometry_loops=6, max_steps=9, save_strategy="no"))
+    return folder

@@ -1,0 +1,99 @@
+import json
+
+import pytest
+
+from evaluation import figures
+from evaluation.exit_tradeoff import PAPER_THRESHOLDS, Result, make_settings
+from evaluation.trajectories import write_trajectories
+
+WITH_TRAINING = {"trajectory", "loop_dynamics", "cosines", "drift", "exit_policies", "fair_comparison", "against_fixed"}
+
+
+def made_up_results(sequences: int = 4) -> list[Result]:
+    """Quality that grows with depth; rules that go deeper the lower their threshold."""
+    results = []
+    for setting in make_settings(["step_norm", "kl", "acceleration"], cap=24):
+        policy = setting.exit_policy
+        depth = setting.num_loops if policy is None else 1 + 5 / (1 + 10 * policy["threshold"])
+        losses = [5 + 1 / depth + 0.1 * sequence for sequence in range(sequences)]
+        mean = sum(losses) / sequences
+        times = {"1": 2 * depth, "8": depth}
+        results.append(Result(setting, mean, 150.0, [depth] * 3, [1.0] * 3, 1e6 * depth, losses, times))
+    return results
+
+
+def test_every_figure_is_drawn_as_png_and_pdf(trained, tmp_path):
+    write_trajectories(trained / "run", "The number 5 comes before 6.", tmp_path / "trajectories", 6)
+    drawn = figures.draw_figures(
+        tmp_path / "figures",
+        tmp_path / "trajectories",
+        figures.read_geometry(trained / "run" / "geometry.jsonl"),
+        results=made_up_results(),
+    )
+    assert set(drawn) == WITH_TRAINING
+    for path in drawn.values():
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_exit_figure_has_the_papers_rules_at_its_thresholds():
+    figure = figures.plot_exit_policies(made_up_results())
+    for ax in figure.axes:
+        assert [line.get_label() for line in ax.get_lines()] == ["step_norm", "kl", "acceleration"]
+        for line in ax.get_lines():
+            assert tuple(line.get_xdata()) == PAPER_THRESHOLDS
+    latency, perplexity, cross_entropy = figure.axes
+    by_rule = {line.get_label(): line.get_ydata() for line in latency.get_lines()}
+    assert by_rule["kl"][0] == pytest.approx(2 * (1 + 5 / (1 + 1e-4)))
+    assert perplexity.get_lines()[0].get_ydata()[0] == 150.0
+    assert cross_entropy.get_lines()[0].get_ydata()[0] == pytest.approx(5.15 + 1 / (1 + 5 / (1 + 1e-4)))
+
+
+def test_the_fair_comparison_has_cost_on_its_axes():
+    results = made_up_results()
+    by_depth, by_time = figures.plot_fair_comparison(results).axes
+    lines = {line.get_label(): line for line in by_depth.get_lines()}
+    fixed = sorted((r for r in results if r.setting.rule == "fixed"), key=lambda r: r.mean_depth)
+    assert lines["fixed"].get_xdata().tolist() == [r.mean_depth for r in fixed]
+    assert lines["fixed"].get_ydata().tolist() == [r.cross_entropy for r in fixed]
+    assert by_time.get_lines()[0].get_xdata().tolist() == [r.ms_per_token["1"] for r in fixed]
+
+
+def test_loop_dynamics_show_means_and_mark_rounding():
+    step_norms = {"mean": [4.0, 2.0, 1e-9], "std": [1.0, 0.5, 1e-9]}
+    group = {"step_norm": step_norms, "step_cosine": {"mean": [0.5, None], "std": [0.1, None]}}
+    figure = figures.plot_loop_dynamics({"groups": [group | {"above_floor": [1.0, 1.0, 0.0]}]}, [[4]])
+    norms, cosines = figure.axes
+    assert norms.get_lines()[0].get_ydata().tolist() == step_norms["mean"]
+    assert cosines.get_lines()[0].get_xdata().tolist() == [1, 2]
+    assert [text.get_text() for text in norms.texts] == ["rounding"]
+
+
+def test_the_command_draws_what_it_is_given(trained, tmp_path, capsys):
+    figures.main(["--geometry", str(trained / "run" / "geometry.jsonl"), "--output", str(tmp_path)])
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"loop_dynamics", "cosines", "drift"}
+    (tmp_path / "sweep").mkdir()
+    lines = [result.to_json() for result in made_up_results()]
+    (tmp_path / "sweep" / "tradeoff.jsonl").write_text("\n".join(lines) + "\n")
+    figures.main(["--tradeoff", str(tmp_path / "sweep"), "--output", str(tmp_path / "more")])
+    assert {path.stem for path in (tmp_path / "more").glob("*.png")} == {
+        "exit_policies", "fair_comparison", "against_fixed",
+    }  # fmt: skip
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        figures.main(["--output", str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match=r"`--tradeoff` is .*nowhere"):
+        figures.main(["--tradeoff", str(tmp_path / "nowhere"), "--output", str(tmp_path)])
+    with pytest.raises(ValueError, match="has no results"):
+        figures.main(["--tradeoff", str(tmp_path), "--output", str(tmp_path)])
+    (tmp_path / "geometry.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no measurements"):
+        figures.main(["--geometry", str(tmp_path / "geometry.jsonl"), "--output", str(tmp_path)])
+
+
+def test_geometry_is_read_in_the_order_of_training(tmp_path):
+    lines = [json.dumps({"step": step}) for step in (4, 0, 2)]
+    (tmp_path / "geometry.jsonl").write_text("\n".join(lines))
+    assert [line["step"] for line in figures.read_geometry(tmp_path / "geometry.jsonl")] == [0, 2, 4]

@@ -1,0 +1,154 @@
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from evaluation import exit_tradeoff, report
+from evaluation.claims import check_claims
+from evaluation.common import load_checkpoint
+from evaluation.exit_tradeoff import pool
+from evaluation.observations import last_step_cost, token_depths
+from recurrent_gpt2 import LoopCache
+from tests.helpers import random_ids, tiny_model
+from tests.training.runs import TEXT
+
+SMALL = ["--num_loops", "4", "--blocks", "2", "--rounds", "1", "--samples", "1", "--rules", "step_norm", "acceleration",
+         "kl", "--thresholds", "1e-5", "1e-4", "1e-3", "1e-2", "2.0"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(trained, tmp_path_factory):
+    output = tmp_path_factory.mktemp("report")
+    shutil.copy(trained / "texts.jsonl", output / "other.jsonl")
+    sources = ["--source", str(trained / "texts.jsonl"), str(output / "other.jsonl")]
+    report.main([str(trained / "run"), "--output", str(output), "--seeds", "2", *sources, *SMALL])
+    return output
+
+
+def test_a_report_has_all_sections_tables_and_figures(written):
+    numbers = json.loads((written / "report.json").read_text())
+    page, text = (written / "report.html").read_text(), (written / "report.md").read_text()
+    for section in report.sections_of(numbers, {}):
+        assert f"## {section.title}" in text
+        assert section.title.replace("'", "&#39;") in page
+        for table in section.tables:
+            assert table.markdown() in text
+    assert page.count("data:image/png;base64,") == len(list((written / "figures").glob("*.png"))) == 7
+    for link in re.findall(r"\]\((.*?\.png)\)", text):
+        assert (written / link).exists()
+
+
+def test_a_page_needs_nothing_else(written):
+    page = (written / "report.html").read_text()
+    for reference in re.findall(r'(?:src|href)="(.*?)"', page):
+        assert reference.startswith("data:")
+    assert "<script" not in page
+
+
+def test_claims_are_those_of_the_numbers(written):
+    numbers = json.loads((written / "report.json").read_text())
+    results = pool(next(iter(report.read_sources(numbers).values())))
+    assert [vars(claim) for claim in check_claims(numbers["geometry"], results)] == numbers["claims"]
+    assert len(numbers["claims"]) >= 8
+
+
+def test_seeds_have_their_own_noise_and_their_own_text(written, trained):
+    numbers = json.loads((written / "report.json").read_text())
+    first, second = list(report.read_sources(numbers).values())[1]
+    assert first[0].sequence_losses != second[0].sequence_losses
+    model, tokenizer = load_checkpoint(trained / "run")
+    settings = report.Settings([str(trained / "texts.jsonl")], written, blocks=2, seeds=2)
+    blocks = report.blocks_by_seed(str(trained / "texts.jsonl"), tokenizer, settings, 32)
+    assert not torch.equal(blocks[0], blocks[1])
+    before = model(blocks[0], num_loops=1).logits
+    report.use_seed(model, 7)
+    assert not torch.allclose(model(blocks[0], num_loops=1).logits, before)
+    report.use_seed(model, 0)
+    assert torch.equal(model(blocks[0], num_loops=1).logits, before)
+
+
+def test_an_interrupted_report_repeats_no_sweep(written, trained, tmp_path, monkeypatch):
+    shutil.copytree(written, tmp_path / "again")
+
+    def fail(*args):
+        raise AssertionError("scored again")
+
+    monkeypatch.setattr(exit_tradeoff, "score", fail)
+    sources = ["--source", str(trained / "texts.jsonl"), str(written / "other.jsonl")]
+    report.main([str(trained / "run"), "--output", str(tmp_path / "again"), "--seeds", "2", *sources, *SMALL])
+
+
+def test_what_a_card_is_made_from_is_written(written):
+    rows = json.loads((written / "results.json").read_text())
+    first = json.loads((written / "report.json").read_text())["sources"][0]["name"]
+    assert {row["dataset"] for row in rows} == {first}
+    assert (written / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_small_cache_is_decoded_and_the_exact_one_is_not_needed():
+    model, blocks = tiny_model(0.3, torch.float64), random_ids(2, 12)
+    cost = last_step_cost(model, blocks)
+    caches, losses = {name: LoopCache(model.config, name) for name in ("per_step", "last_step")}, {}
+    with torch.no_grad():
+        for name, cache in caches.items():
+            logits = [model(blocks[:, t : t + 1], past_key_values=cache).logits for t in range(11)]
+            shifted = torch.cat(logits, 1).transpose(1, 2)
+            losses[name] = torch.nn.functional.cross_entropy(shifted, blocks[:, 1:]).item()
+    assert cost.per_step_loss == pytest.approx(losses["per_step"])
+    assert cost.last_step_loss == pytest.approx(losses["last_step"])
+    assert cost.last_step_loss != pytest.approx(losses["per_step"], abs=1e-4)
+    per_layer = 2 * 11 * model.config.hidden_size * 8
+    assert cost.last_step_bytes == 6 * per_layer
+    assert cost.per_step_bytes == (2 + 4 * 5) * per_layer
+
+
+def test_token_types_are_ranked_by_their_own_steps(tokenizer):
+    model, blocks = tiny_model(0.3), random_ids(6, 20, vocab_size=12)
+    policy = {"name": "step_norm", "threshold": 2.0}
+    ranked = token_depths(model, tokenizer, blocks, policy, 5, least_count=1)
+    steps = model(blocks, exit_policy=policy, num_loops=5).loop_steps.float().mean(-1)
+    assert [depth.mean_steps for depth in ranked] == sorted(depth.mean_steps for depth in ranked)
+    assert sum(depth.count for depth in ranked) == blocks.numel()
+    slowest = max(blocks.unique().tolist(), key=lambda token: steps[blocks == token].mean().item())
+    assert ranked[-1].mean_steps == pytest.approx(steps[blocks == slowest].mean().item())
+
+
+def test_bad_input_is_named(trained, tmp_path):
+    output = ["--output", str(tmp_path)]
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        report.main([str(tmp_path / "nowhere"), *output])
+    with pytest.raises(ValueError, match="`--rules` has 'speed'"):
+        report.main([str(trained / "run"), *output, "--rules", "speed", "--source", str(trained / "texts.jsonl")])
+    (tmp_path / "short.txt").write_text(TEXT[:20])
+    with pytest.raises(ValueError, match="no full block"):
+        report.main([str(trained / "run"), *output, "--source", str(tmp_path / "short.txt")])
+
+
+@pytest.mark.browser
+def test_the_page_opens_in_a_browser_without_a_network(written):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        context = browser.new_context(offline=True)
+        page, problems, requests = context.new_page(), [], []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((written / "report.html").as_uri())
+        images = page.locator("img")
+        assert images.count() == 7
+        for place in range(images.count()):
+            image = images.nth(place)
+            image.scroll_into_view_if_needed()
+            assert image.is_visible()
+            assert image.evaluate("image => image.complete && image.naturalWidth") > 300
+            assert image.bounding_box()["height"] > 100
+        screenshot = written / "screenshot.png"
+        page.screenshot(path=screenshot, full_page=True)
+        assert screenshot.stat().st_size > 50_000
+        assert problems == []
+        assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+        browser.close()
