@@ -253,9 +253,14 @@ def compare(results: list[Result], seed: int = 0) -> list[Comparison]:
     return comparisons
 
 
+def processes() -> PartialState:
+    """This process among those that were launched."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path, batch_size: int = 8) -> list[Result]:
     """Scores all settings that are not there yet, this process its share of them, and returns all results."""
-    state = PartialState()
+    state = processes()
     output.mkdir(parents=True, exist_ok=True)
     done = read_results(output)
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
@@ -291,13 +296,13 @@ def main(arguments: list[str] | None = None) -> None:
     blocks = blocks_of(documents, tokenizer, block_size, options.blocks)
     results = run_sweep(model, blocks, settings, options.output, options.batch_size)
     untimed = [result for result in results if not result.ms_per_token]
-    if PartialState().is_main_process and options.rounds > 0 and untimed:
+    if processes().is_main_process and options.rounds > 0 and untimed:
         prompts = blocks[:, : max(block_size // 4, 1)].repeat(-(-8 // len(blocks)), 1)[:8]
         measure_times(model, prompts, results, options.output / "times.jsonl", rounds=options.rounds)
         with (options.output / "tradeoff.jsonl").open("a") as lines:
             lines.writelines(result.to_json() + "\n" for result in results)
         (options.output / "times.jsonl").unlink()
-    if PartialState().is_main_process:
+    if processes().is_main_process:
         rows = card_rows(results, Path(options.source).name)
         (options.output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
         print_table(results)

@@ -1,5 +1,8 @@
 import math
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ import torch
 from evaluation import exit_tradeoff
 from evaluation.exit_tradeoff import Result, Setting, compare, make_settings, read_results, run_sweep, score
 from recurrent_gpt2 import LoopCache
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import ROOT, random_ids, tiny_model
+from tests.training.test_distributed import free_port
 from training.card import render_card
 
 
@@ -136,3 +140,25 @@ def test_bad_input_is_a_sentence(tmp_path, tokenizer):
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(ValueError, match="no full block"):
         exit_tradeoff.main([str(tmp_path), "--source", str(tmp_path / "short.txt"), "--output", str(tmp_path / "out")])
+
+
+def test_a_sweep_under_accelerate_launch_is_shared_by_the_processes(trained, tmp_path):
+    sweep = ["--source", str(trained / "texts.jsonl"), "--rules", "step_norm", "--thresholds", "0.5", "2.0",
+             "--num_loops", "3", "--blocks", "2", "--rounds", "0"]  # fmt: skip
+    launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "evaluation.exit_tradeoff"]
+    arguments = [str(trained / "run"), *sweep, "--output", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    exit_tradeoff.main([str(trained / "run"), *sweep, "--output", str(tmp_path / "one")])
+    shares = [len((tmp_path / "two" / f"tradeoff-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
+    shared, alone = read_results(tmp_path / "two"), read_results(tmp_path / "one")
+    assert sum(shares) == len(alone)
+    assert abs(shares[0] - shares[1]) <= 1
+    assert set(shared) == set(alone)
+    for setting, result in alone.items():
+        assert shared[setting].cross_entropy == pytest.approx(result.cross_entropy, abs=1e-5)
+    assert (tmp_path / "two" / "results.json").read_text().count("perplexity") == len(alone)
+    assert process.stdout.count("| rule |") == 1
