@@ -232,7 +232,7 @@ class KLExit(ExitPolicy):
         view.memory["log_p"] = log_p
         if previous_log_p is None:
             return None
-        return (log_p.exp() * (log_p - previous_log_p)).sum(-1).clamp_min(0)  # rounding can take it below
+        return torch.linalg.vecdot(log_p.exp(), log_p - previous_log_p).clamp_min(0)  # rounding can take it below
 
 
 def _shown(value: Any) -> str:

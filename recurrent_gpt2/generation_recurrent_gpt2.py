@@ -10,6 +10,7 @@ import torch
 from transformers.utils import ModelOutput, logging
 
 from .exit_policies import exit_policy_to_json, resolve_exit_policy
+from .fast_layers import packed_weights
 from .loop_cache import LoopCache, check_cache_strategy
 
 logger = logging.get_logger(__name__)
@@ -33,7 +34,12 @@ class LoopGenerationMixin:
         each token to predict the next one, 0 at padding. (The last token generated is not fed to the model again.)
         """
         _check_cache_implementation(kwargs.get("cache_implementation"))
-        return super().generate(*args, **kwargs)
+        with self.packed_weights():
+            return super().generate(*args, **kwargs)
+
+    def packed_weights(self):
+        """A context in which products with few rows are fast on CPU: see `fast_layers.py`. `generate` enters it."""
+        return packed_weights(self)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(

@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .active_tokens import ActiveTokens, LoopState
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
+from .fast_layers import Linear, RMSNorm
 from .from_gpt2 import config_from_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
@@ -113,8 +114,8 @@ class RecurrentGPT2Attention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
 
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
         self.o_proj.is_output_projection = True
 
     def forward(
@@ -155,8 +156,8 @@ class RecurrentGPT2Attention(nn.Module):
 class RecurrentGPT2MLP(nn.Module):
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
         self.down_proj.is_output_projection = True
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -169,13 +170,13 @@ class RecurrentGPT2Block(GradientCheckpointingLayer):
 
     def __init__(self, config: RecurrentGPT2Config, layer_idx: int):
         super().__init__()
-        self.attention_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = RecurrentGPT2Attention(config, layer_idx)
-        self.attention_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_output_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = RecurrentGPT2MLP(config)
-        self.mlp_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.dropout = nn.Dropout(config.resid_dropout)
+        self.mlp_output_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.resid_dropout = config.resid_dropout
 
     def forward(
         self,
@@ -185,10 +186,13 @@ class RecurrentGPT2Block(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """`frozen`: a mask [batch, seq] and an earlier output to keep where the mask is True."""
         attended, _ = self.attention(self.attention_input_norm(hidden_states), **kwargs)
-        hidden_states = self.attention_output_norm(hidden_states + self.dropout(attended))
-        hidden_states = hidden_states + self.dropout(self.mlp(self.mlp_input_norm(hidden_states)))
+        hidden_states = self.attention_output_norm(hidden_states + self._dropped(attended))
+        hidden_states = hidden_states + self._dropped(self.mlp(self.mlp_input_norm(hidden_states)))
         hidden_states = self.mlp_output_norm(hidden_states)
         return hidden_states if frozen is None else torch.where(frozen[0][..., None], frozen[1], hidden_states)
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.resid_dropout) if self.training and self.resid_dropout > 0 else x
 
 
 class RecurrentGPT2LoopInput(nn.Module):
@@ -199,8 +203,8 @@ class RecurrentGPT2LoopInput(nn.Module):
 
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
-        self.state_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.input_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.state_proj = Linear(config.hidden_size, config.hidden_size)
+        self.input_proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, state: torch.Tensor, projected_input: torch.Tensor) -> torch.Tensor:
         return self.state_proj(state) + projected_input
@@ -290,7 +294,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         self.dropout = nn.Dropout(config.embd_dropout)
         self.layers = nn.ModuleList(RecurrentGPT2Block(config, index) for index in range(config.num_hidden_layers))
         self.loop_inputs = nn.ModuleList(RecurrentGPT2LoopInput(config) for _ in config.loop_groups)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.register_buffer("start_noise", self.make_start_noise(), persistent=False)
         self.gradient_checkpointing = False
         self.post_init()
@@ -400,7 +404,9 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The loop of a group, from its input e [batch, seq, hidden] to every token's last state, the same shape; with
         the steps taken [batch, seq] and, if asked for, the states of all steps [steps + 1, batch, seq, hidden]."""
-        noise = None if self.training else self.start_noise[group][context.position_ids].expand_as(entry)
+        noise = None  # fresh in training
+        if not self.training and (self.config.state_init == "noise" or self.config.loop_noise > 0):
+            noise = self.start_noise[group][context.position_ids].expand_as(entry)
         loop = LoopState(
             self._start_state(entry, noise),
             self.loop_inputs[group].input_proj(entry),
@@ -567,7 +573,7 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
         self.model = RecurrentGPT2Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
     @classmethod
