@@ -1,9 +1,12 @@
-"""Text from a checkpoint under each exit policy, every token coloured by the loops that it took.
+"""What a looped model does, in a few minutes: `python -m evaluation.demo checkpoints/recurrent-gpt2-mini`.
 
-`python -m evaluation.demo runs/smoke --prompt "Return the number of"`
+Continues a prompt under each exit policy with every token coloured by the loops that it took, sets the policies beside
+each other in a table, and writes the report of the checkpoint to a page for the browser.
 """
 
 import argparse
+import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,9 +15,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
+from tqdm.auto import tqdm
 
-from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, RecurrentGPT2ForCausalLM, StepNormExit
+from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, StepNormExit
+
+from .common import load_checkpoint
+from .exit_tradeoff import PAPER_THRESHOLDS, Result, Setting, score
+from .figures import PAPER_RULES
+from .report import Settings, blocks_by_seed, make_report
 
 # From few loops to many; the mean of all groups.
 COLORS = ("grey50", "cyan", "green", "yellow", "orange1", "red")
@@ -26,47 +34,78 @@ def color_of(loops: float, most: int) -> str:
 
 
 @torch.no_grad()
-def continue_text(model, tokenizer, prompt: str, policy: ExitPolicy, new_tokens: int) -> tuple[Text, float, float]:
+def continue_text(
+    model, tokenizer, prompt: str, policy: ExitPolicy, new_tokens: int, most: int
+) -> tuple[Text, float, float]:
     """The continuation in colours, the mean loops of its tokens, and milliseconds per token."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     started = time.perf_counter()
     output = model.generate(
-        ids, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.3, exit_policy=policy,
+        ids, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.3, exit_policy=policy, num_loops=most,
         pad_token_id=tokenizer.eos_token_id, return_dict_in_generate=True,
     )  # fmt: skip
     elapsed = time.perf_counter() - started
     # The loops at a token predict the next one, so a new token has those of the token before it.
     loops = output.loop_steps[0, ids.shape[1] - 1 :].float().mean(-1)
-    text, most = Text(prompt, style="bold"), max(model.config.loops_per_group())
+    text = Text(prompt, style="bold")
     for token, taken in zip(output.sequences[0, ids.shape[1] :], loops, strict=True):
         text.append(tokenizer.decode(token), style=color_of(taken.item(), most))
     return text, loops.mean().item(), 1000 * elapsed / len(loops)
 
 
+def score_policy(model, blocks: torch.Tensor, policy: ExitPolicy, most: int) -> Result:
+    return score(model, blocks, Setting(policy.name, json.dumps(policy.to_dict()), most))
+
+
+def policies_of(model) -> tuple[ExitPolicy, ...]:
+    """The policies to show, and first among the adaptive ones the checkpoint's own."""
+    own = getattr(model.generation_config, "exit_policy", None)
+    if own is None:
+        return POLICIES
+    own = ExitPolicy.from_dict(own)
+    return (POLICIES[0], own, *(policy for policy in POLICIES[1:] if policy != own))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a trained model")
+    parser.add_argument("checkpoint", help="folder of a trained model, or name on the Hub")
     parser.add_argument("--prompt", default="Return the number of")
     parser.add_argument("--new_tokens", type=int, default=40)
+    parser.add_argument("--source", default="python-docs", help="held-out text: a file, or python-docs")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
+    parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
-    if not (options.checkpoint / "config.json").exists():
-        raise FileNotFoundError(f"there is no checkpoint in {options.checkpoint}: `make smoke` trains one.")
-    model = RecurrentGPT2ForCausalLM.from_pretrained(options.checkpoint).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    model, tokenizer = load_checkpoint(options.checkpoint)
     console = Console(highlight=False)
-    most = max(model.config.loops_per_group())
+    most = max(model.config.loops_per_group(getattr(model.generation_config, "num_loops", None)))
     legend = Text("loops: ")
     for place, color in enumerate(COLORS):
         legend.append(f"{1 + place * (most - 1) / len(COLORS):.0f}+ ", style=color)
     console.print(legend, "\n")
 
-    table = Table("exit policy", "mean loops", "ms/token", title=f"{options.new_tokens} tokens, at most {most} loops")
-    continue_text(model, tokenizer, options.prompt, FixedLoops(), 2)  # the first call is slower
-    for policy in POLICIES:
-        text, loops, milliseconds = continue_text(model, tokenizer, options.prompt, policy, options.new_tokens)
-        console.print(f"[underline]{policy}[/underline]\n", text, "\n", sep="")
-        table.add_row(policy.name, f"{loops:.2f}", f"{milliseconds:.1f}")
+    settings = Settings(
+        [options.source], options.output, rules=PAPER_RULES, thresholds=[*PAPER_THRESHOLDS, 0.1, 0.5, 2.0], cap=most,
+        blocks=options.blocks, rounds=1, samples=2,
+    )  # fmt: skip
+    policies = policies_of(model)
+    continue_text(model, tokenizer, options.prompt, FixedLoops(), 2, most)  # the first call is slower
+    continued = []
+    for policy in policies:
+        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, most))
+        console.print(f"[underline]{policy}[/underline]\n", continued[-1][0], "\n", sep="")
+    blocks = blocks_by_seed(options.source, tokenizer, settings, model.config.max_position_embeddings)[0]
+    table = Table("exit policy", "mean loops", "ms/token", f"perplexity, {options.source}", "mean loops there",
+                  title=f"{options.new_tokens} tokens, at most {most} loops")  # fmt: skip
+    rows = zip(policies, continued, strict=True)
+    for policy, (_, loops, milliseconds) in tqdm(rows, desc="perplexity", unit=" policies", total=len(policies)):
+        result = score_policy(model, blocks, policy, most)
+        name = f"{policy.name}, {policy.threshold:g}" if policy.threshold else policy.name
+        cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{result.perplexity:.2f}", f"{result.mean_depth:.2f}")
+        table.add_row(name, *cells)
     console.print(table)
+    shutil.rmtree(options.output, ignore_errors=True)  # of an earlier demo
+    page = make_report(options.checkpoint, settings)
+    print(f"The report is written: open {page} in a browser.")
 
 
 if __name__ == "__main__":

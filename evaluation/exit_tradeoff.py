@@ -11,6 +11,7 @@ depth at the same mean number of steps, sequence by sequence, with bootstrap int
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -258,10 +259,24 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
+def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, file: Path) -> None:
+    """Writes down which model and text a folder's results are of, or fails where they are of others."""
+    weights = [parameter.double().sum().item() for parameter in model.parameters()]
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    digest = hashlib.sha256(blocks.numpy().tobytes() + json.dumps([weights, str(config)]).encode()).hexdigest()
+    if not file.exists():
+        file.write_text(json.dumps(digest))
+    elif json.loads(file.read_text()) != digest:
+        raise ValueError(
+            f"`--output` {file.parent} has results of another checkpoint or text: delete it, or choose another folder."
+        )
+
+
 def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path, batch_size: int = 8) -> list[Result]:
     """Scores all settings that are not there yet, this process its share of them, and returns all results."""
     state = processes()
     output.mkdir(parents=True, exist_ok=True)
+    check_fingerprint(model, blocks, output / "fingerprint.json")
     done = read_results(output)
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
     file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")

@@ -192,7 +192,7 @@ def default_policy(checkpoint: str, results: list[Result], cap: int) -> tuple[di
     if own is not None:
         return own, cap
     rules = [result for rule, result in recommended(results).items() if rule != "fixed"]
-    return (min(rules, key=lambda r: r.mean_depth).setting.exit_policy if rules else None), cap
+    return (min(rules, key=lambda r: r.flops_per_token).setting.exit_policy if rules else None), cap
 
 
 def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:

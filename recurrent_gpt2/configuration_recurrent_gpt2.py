@@ -30,7 +30,7 @@ class RecurrentGPT2Config(PreTrainedConfig):
         num_loops: Loops that inference runs, for all groups or one number per group; the cap under an exit policy.
         mean_loops: r of the training distribution. The count of a group is 1 + Poisson(rate) with
             rate ~ LogNormal(ln r - sigma^2 / 2, sigma), so its true mean is r + 1.
-        loop_sigma: sigma of that distribution.
+        loop_sigma: sigma of that distribution; `None`: always exactly `mean_loops`.
         backprop_loops: In training, gradients flow through this many last loops of each group; `None`: through all.
         state_init: Start state of a loop: `noise`, `zeros`, or `input` (the output of what comes before the group).
         loop_noise: Scale of noise added to the state before every loop step (the start noise has scale 1).
@@ -74,7 +74,7 @@ class RecurrentGPT2Config(PreTrainedConfig):
     loop_groups: list[list[int]] | None = None
     num_loops: int | list[int] = 12
     mean_loops: float | int = 12
-    loop_sigma: float | int = 0.5
+    loop_sigma: float | int | None = 0.5
     backprop_loops: int | None = 8
     state_init: str = "noise"
     loop_noise: float | int = 0.0
@@ -135,8 +135,10 @@ class RecurrentGPT2Config(PreTrainedConfig):
         for name in ("rms_norm_eps", "initializer_range", "mean_loops"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a finite number above 0.")
+        if self.loop_sigma is None and self.mean_loops != int(self.mean_loops):
+            raise ValueError(f"`mean_loops` is {self.mean_loops}, but must be whole where `loop_sigma` is None.")
         for name in ("loop_sigma", "loop_noise"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a finite number of at least 0.")
 
     def validate_choices(self):

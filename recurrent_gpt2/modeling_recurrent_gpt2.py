@@ -75,7 +75,10 @@ def sample_num_loops(config: RecurrentGPT2Config, generator: torch.Generator | N
     """Draws the training loop counts: one per group, 1 + Poisson(rate), rate ~ LogNormal(ln r - sigma^2 / 2, sigma).
 
     The rate has mean r = `config.mean_loops`, so the count has mean r + 1 and variance r + r^2 (exp(sigma^2) - 1).
+    Without a sigma nothing is drawn: the count is r.
     """
+    if config.loop_sigma is None:
+        return [int(config.mean_loops)] * len(config.loop_groups)
     mu = math.log(config.mean_loops) - config.loop_sigma**2 / 2
     normal = torch.randn(len(config.loop_groups), generator=generator)
     rate = torch.exp(mu + config.loop_sigma * normal)

@@ -175,9 +175,11 @@ def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Recu
 
 def describe(model: RecurrentGPT2ForCausalLM, args: RecurrentTrainingArguments) -> None:
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    mean = model.config.mean_loops
+    loops = f"always {mean}" if model.config.loop_sigma is None else f"drawn with mean {mean + 1}"
     logger.info(
-        f"{model.num_parameters():,} parameters, loop groups {model.config.loop_groups}, loops drawn with mean "
-        f"{model.config.mean_loops + 1}; {per_step} sequences a step, {args.world_size} process(es) on {args.device}"
+        f"{model.num_parameters():,} parameters, loop groups {model.config.loop_groups}, loops {loops}; "
+        f"{per_step} sequences a step, {args.world_size} process(es) on {args.device}"
     )
 
 

@@ -1,21 +1,35 @@
 import pytest
 
 from evaluation import demo
+from recurrent_gpt2 import FixedLoops, KLExit
 from tests.helpers import tiny_model
 
 
-def test_the_demo_shows_every_policy(tmp_path, tokenizer, capsys):
-    tiny_model().save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    demo.main([str(tmp_path), "--prompt", "abc", "--new_tokens", "5"])
+def test_the_demo_shows_every_policy_and_writes_the_report(trained, tmp_path, capsys):
+    arguments = ["--prompt", "abc", "--new_tokens", "5", "--source", str(trained / "texts.jsonl"), "--blocks", "2"]
+    demo.main([str(trained / "run"), *arguments, "--output", str(tmp_path / "demo")])
     printed = capsys.readouterr().out
     assert printed.count("abc") == 4
     for name in ("fixed", "step_norm", "acceleration", "kl"):
         assert name in printed
+    assert "perplexity" in printed
+    page = tmp_path / "demo" / "report.html"
+    assert page.exists()
+    assert printed.splitlines()[-1] == f"The report is written: open {page} in a browser."
+
+
+def test_the_checkpoints_own_policy_comes_first():
+    model = tiny_model()
+    assert demo.policies_of(model) == demo.POLICIES
+    model.generation_config.exit_policy = {"name": "kl", "threshold": 0.5}
+    assert demo.policies_of(model)[:2] == (FixedLoops(), KLExit(0.5))
+    assert len(demo.policies_of(model)) == 5
+    model.generation_config.exit_policy = KLExit().to_dict()
+    assert len(demo.policies_of(model)) == 4
 
 
 def test_a_missing_checkpoint_is_a_sentence(tmp_path):
-    with pytest.raises(FileNotFoundError, match="make smoke"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         demo.main([str(tmp_path)])
 
 

@@ -117,7 +117,7 @@ def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):
     ]  # fmt: skip
     exit_tradeoff.main(arguments)
     printed = capsys.readouterr().out
-    assert len([line for line in printed.splitlines() if line.startswith("| ")]) == 1 + 4 + 4  # with the header
+    assert len([line for line in printed.splitlines() if line.startswith("| ")]) == 1 + len(exit_tradeoff.FIXED_DEPTHS) + 4  # with the header
     results = read_results(tmp_path / "out")
     assert len(results) == 8
     assert all(result.ms_per_token.keys() == {"1", "8"} for result in results.values())
@@ -140,6 +140,18 @@ def test_bad_input_is_a_sentence(tmp_path, tokenizer):
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(ValueError, match="no full block"):
         exit_tradeoff.main([str(tmp_path), "--source", str(tmp_path / "short.txt"), "--output", str(tmp_path / "out")])
+
+
+def test_results_of_another_model_or_text_are_not_taken_for_these(model, tmp_path):
+    settings = make_settings(["step_norm"], cap=2, thresholds=[0.5], depths=())
+    run_sweep(model, random_ids(2, 8), settings, tmp_path)
+    for other, blocks in (
+        (model, random_ids(2, 8, seed=1)),
+        (tiny_model(0.3, torch.float64, seed=1), random_ids(2, 8)),
+    ):
+        with pytest.raises(ValueError, match="has results of another checkpoint or text"):
+            run_sweep(other, blocks, settings, tmp_path)
+    run_sweep(model, random_ids(2, 8), settings, tmp_path)
 
 
 def test_a_sweep_under_accelerate_launch_is_shared_by_the_processes(trained, tmp_path):

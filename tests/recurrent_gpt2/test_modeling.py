@@ -84,6 +84,13 @@ def test_states_of_the_trajectory_are_those_of_shorter_loops():
     torch.testing.assert_close(trajectory[0][:3], shorter[0])
 
 
+def test_without_a_sigma_training_always_runs_the_same_loops():
+    config = tiny_config(loop_sigma=None, mean_loops=4)
+    assert sample_num_loops(config) == [4, 4, 4]
+    with pytest.raises(ValueError, match="but must be whole"):
+        tiny_config(loop_sigma=None, mean_loops=4.5)
+
+
 def test_sampled_counts_follow_the_stated_distribution():
     config = tiny_config(mean_loops=12, loop_sigma=0.5)
     generator = torch.Generator().manual_seed(0)

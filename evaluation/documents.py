@@ -1,0 +1,110 @@
+"""Fills the tables of README.md and docs/ from the files that the commands wrote: `python -m evaluation.documents`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
+`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
+`controls.json` (of `evaluation.controls`) and `ngrams.json` (of `evaluation.ngrams`).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .benchmark import Ratio
+from .report import (
+    Table,
+    cache_table,
+    claims_table,
+    depth_table,
+    geometry_table,
+    read_sources,
+    rules_table,
+    token_table,
+)
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    return json.loads((ROOT / "docs" / name).read_text())
+
+
+def benchmark_table() -> Table:
+    rows = []
+    for values in read("benchmark.json")["ratios"]:
+        r = Ratio(**values)
+        mark = {None: "", True: "yes", False: "**no**"}[r.is_reached]
+        kind = "speed" if r.is_speed else "time"
+        rows.append([r.what, r.against, f"{kind} x {r.ratio:.2f}", f"{r.lowest:.2f}-{r.highest:.2f}", r.goal, mark])
+    return Table("", ["measured", "against", "median", "range", "goal", "reached"], rows)
+
+
+def memory_table() -> Table:
+    rows = [
+        [m["what"], f"{m['cache_bytes'] / 1e6:.1f}", f"{m['peak_mib']:.0f}"] for m in read("benchmark.json")["memory"]
+    ]
+    return Table("", ["512 tokens", "cache (MB)", "peak of the process (MiB)"], rows)
+
+
+def controls_table() -> Table:
+    def shown(values: list | None, form: str) -> str:
+        return "" if values is None else ", ".join("-" if v is None else format(v, form) for v in values)
+
+    rows = [
+        [c["name"], f"{c['tokens']:,}", f"{c['eval_loss']:.3f}", shown(c["steps_to_shrink"], "d"),
+         shown(c["cosines"], "+.2f"), shown(c["drift_as_printed"], ".1f"), shown(c["drift_net"], ".1f")]
+        for c in read("reproduction/controls.json")
+    ]  # fmt: skip
+    header = ["run", "tokens", "validation loss", "steps to a tenth", "late cosines", "drift as printed", "net drift"]
+    return Table("", header, rows)
+
+
+def baselines_table() -> Table:
+    losses, state = read("reproduction/ngrams.json"), ROOT / "checkpoints/recurrent-gpt2-mini/trainer_state.json"
+    history = json.loads(state.read_text())["log_history"]
+    final = [entry["eval_loss"] for entry in history if "eval_loss" in entry][-1]
+    rows = [["unigrams", f"{losses['unigram']:.3f}"], ["bigrams", f"{losses['bigram']:.3f}"]]
+    return Table("", ["model", "validation loss (nats)"], [*rows, ["recurrent-gpt2-mini", f"{final:.3f}"]])
+
+
+def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = False) -> Callable[[], Table]:
+    def make() -> Table:
+        report = read("reproduction/report.json")
+        return table(read_sources(report) if by_source else report, *arguments)
+
+    return make
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "benchmark": benchmark_table,
+    "memory": memory_table,
+    "controls": controls_table,
+    "baselines": baselines_table,
+    "claims": of_report(claims_table),
+    "geometry": of_report(geometry_table),
+    "cache": of_report(cache_table),
+    "slowest": of_report(token_table, "slowest"),
+    "fastest": of_report(token_table, "fastest"),
+    "rules": of_report(rules_table, by_source=True),
+    "depth": of_report(depth_table, by_source=True),
+}
+
+
+def fill(text: str) -> str:
+    """The text with its tables as the files have them now."""
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]().markdown()}\n{match[3]}", text)
+
+
+def main() -> None:
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        before = path.read_text()
+        after = fill(before)
+        if after != before:
+            path.write_text(after)
+            print(f"updated {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Makes a checkpoint to share out of a training run and its report.
+
+    python -m training.package runs/mini --report results/mini --output checkpoints/recurrent-gpt2-mini
+
+The folder gets weights, tokenizer, code and configs, the log and the geometry of training, the report's results and
+figure, and the card that is made from them. `generate` will use the exit policy and the cap that the report found best,
+or `--exit_policy`.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
+
+from .card import render_card
+from .push import check_folder
+
+FROM_RUN = ("trainer_state.json", "geometry.jsonl")
+FROM_REPORT = ("results.json", "tradeoff.png")
+
+
+def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] | None = None) -> None:
+    for folder, names in ((run, ("config.json", *FROM_RUN)), (report, ("report.json", *FROM_REPORT))):
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
+    measured = json.loads((report / "report.json").read_text())
+    policy = ExitPolicy.from_dict(exit_policy or measured["policy"]).to_dict()
+    model = RecurrentGPT2ForCausalLM.from_pretrained(run)
+    # Defaults of a run can be dropped on reload while they count as derived from the model's config.
+    model.generation_config._from_model_config = False
+    model.generation_config.exit_policy, model.generation_config.num_loops = policy, measured["cap"]
+    shutil.rmtree(output, ignore_errors=True)
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(run).save_pretrained(output)
+    for folder, names in ((run, FROM_RUN), (report, FROM_REPORT)):
+        for name in names:
+            shutil.copy(folder / name, output / name)
+    render_card(output).save(output / "README.md")
+    check_folder(output)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="output folder of a training run")
+    parser.add_argument("--report", type=Path, required=True, help="output folder of `evaluation.report` on the run")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--exit_policy", type=json.loads, help="JSON, instead of the report's")
+    options = parser.parse_args(arguments)
+    package(options.run, options.report, options.output, options.exit_policy)
+    size = sum(file.stat().st_size for file in options.output.iterdir())
+    print(f"wrote {options.output} ({size / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
