@@ -1,24 +1,107 @@
 import json
 
+import pytest
+import torch
+
 from evaluation import benchmark
+from evaluation.benchmark import Ratio, compare_times
+from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+from tests.helpers import random_ids, tiny_model
 
 
-def test_ratios_are_of_the_same_rounds(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
     ticks = iter(range(10_000))
-    slow, fast = (lambda: [next(ticks) for _ in range(4)]), (lambda: next(ticks))
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: float(next(ticks)))
-    result = benchmark.compare_times(("slow", slow), ("fast", fast), rounds=3)
+    return ticks
+
+
+def test_ratios_are_of_the_same_rounds(clock):
+    slow, fast = (lambda: [next(clock) for _ in range(4)]), (lambda: next(clock))
+    result = compare_times(("slow", slow), ("fast", fast), rounds=3)
     assert (result.what, result.against) == ("slow", "fast")
     assert result.ratio == result.lowest == result.highest == 5 / 2
     assert result.milliseconds == 5000
 
 
+def test_speeds_are_the_inverse_and_count_the_work(clock):
+    slow, fast = (lambda: [next(clock) for _ in range(4)]), (lambda: next(clock))
+    result = compare_times(("slow", slow), ("fast", fast), rounds=3, is_speed=True, work=(10, 1))
+    assert result.ratio == pytest.approx(2 / (5 / 10))
+    assert result.milliseconds == 500
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_speed", "reached"), [(0.9, False, True), (1.1, False, False), (1.1, True, True), (0.9, True, False)]
+)
+def test_a_time_should_be_below_its_goal_and_a_speed_above(ratio, is_speed, reached):
+    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, 1.0, is_speed).is_reached is reached
+    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, None, is_speed).is_reached is None
+
+
+def test_decoding_starts_from_the_same_cache_every_time():
+    model = tiny_model()
+    lengths = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["past_key_values"].get_seq_length()), with_kwargs=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "token_ids", random_ids)
+        decode = benchmark.decoder(model, 2, 7, tokens=3)
+    decode()
+    decode()
+    assert lengths == [0, 7, 8, 9, 7, 8, 9]
+
+
+def test_the_bare_matrices_are_all_that_a_token_passes_through(monkeypatch):
+    monkeypatch.setattr(benchmark, "LOOPS", 5)
+    model, applied = tiny_model(num_loops=5), []
+    monkeypatch.setattr(benchmark, "linear", lambda row, weight: applied.append(weight))
+    benchmark.bare_matrices(model)()
+    used = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, *_: used.append(module.weight))
+    with torch.no_grad():
+        model(random_ids(1, 1))
+    assert sorted(map(id, applied)) == sorted(map(id, used))
+
+
+def test_prescribed_exits_are_spread_evenly_up_to_the_most():
+    model, policy = tiny_model(num_loops=9), benchmark.PrescribedExit(7)
+    with torch.no_grad():
+        steps = model(random_ids(8, 40), exit_policy=policy).loop_steps
+    assert steps.min() == 1
+    assert steps.max() == 7
+    assert steps.float().mean() == pytest.approx(4, abs=0.3)
+
+
+def test_the_layers_that_are_counted_are_those_of_the_papers_model():
+    config = RecurrentGPT2Config(num_loops=benchmark.LOOPS)
+    looped = sum(len(group) for group in config.loop_groups)
+    assert config.num_hidden_layers - looped + looped * benchmark.LOOPS == benchmark.APPLICATIONS
+
+
 def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsys):
     def measurement(rounds):
-        return benchmark.compare_times(("this", lambda: None), ("that", lambda: None), rounds)
+        yield compare_times(("this", lambda: None), ("that", lambda: None), rounds, reach=1e9)
 
     monkeypatch.setattr(benchmark, "MEASUREMENTS", {"one": measurement})
-    benchmark.main(["--quick", "--output", str(tmp_path / "deep" / "ratios.json")])
-    assert "this" in capsys.readouterr().out
-    (written,) = json.loads((tmp_path / "deep" / "ratios.json").read_text())
-    assert written["against"] == "that"
+    monkeypatch.setattr(benchmark, "looped", tiny_model)
+    benchmark.main(["--quick", "--only", "one", "--output", str(tmp_path / "deep" / "ratios.json")])
+    assert "reached" in capsys.readouterr().out
+    written = json.loads((tmp_path / "deep" / "ratios.json").read_text())
+    assert written["ratios"][0]["against"] == "that"
+    assert "threads" in written["machine"]
+
+
+def test_fresh_processes_import_and_load(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "ours")
+    benchmark.GPT2LMHeadModel(benchmark.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    imported, loaded = benchmark.loading(1, tmp_path)
+    assert (imported.what, loaded.what) == ("import", "load")
+    assert imported.ratio > 0
+    assert loaded.ratio > 0
+    assert RecurrentGPT2ForCausalLM.__name__ in benchmark.OURS
