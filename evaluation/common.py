@@ -30,6 +30,15 @@ def held_out_documents(source: Source, validation_fraction: float | None) -> Ite
             yield text
 
 
+def spread_blocks(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int, count: int
+) -> torch.Tensor:
+    """`count` blocks [n, block_size], or as many as there are, spread evenly over the first 64 times as much text."""
+    blocks = blocks_of(texts, tokenizer, block_size, 64 * count)
+    count = min(count, len(blocks))
+    return blocks[[place * len(blocks) // count for place in range(count)]]
+
+
 def blocks_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int, limit: int) -> torch.Tensor:
     """The first blocks [n, block_size] of the texts, at most `limit`."""
     packer, blocks = Packer(tokenizer, block_size), []

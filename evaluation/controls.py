@@ -36,8 +36,8 @@ def read_control(name: str, run: Path, step: int) -> Control:
     if step not in losses:
         known = ", ".join(str(known) for known in losses) or "none"
         raise ValueError(f"`--step` is {step}, but {run} was evaluated at: {known}.")
-    tokens = [entry["tokens_seen"] for entry in log if "tokens_seen" in entry and entry["step"] <= step][-1]
-    control = Control(name, step, tokens, losses[step])
+    seen = [entry["tokens_seen"] for entry in log if "tokens_seen" in entry and entry["step"] <= step]
+    control = Control(name, step, seen[-1] if seen else 0, losses[step])
     history = run / "geometry.jsonl"
     lines = [line for line in read_geometry(history) if line["step"] <= step] if history.exists() else []
     if lines:

@@ -60,7 +60,7 @@ def score_policy(model, blocks: torch.Tensor, policy: ExitPolicy, most: int) -> 
 def policies_of(model) -> tuple[ExitPolicy, ...]:
     """The policies to show, and first among the adaptive ones the checkpoint's own."""
     own = getattr(model.generation_config, "exit_policy", None)
-    if own is None:
+    if not isinstance(own, dict):
         return POLICIES
     own = ExitPolicy.from_dict(own)
     return (POLICIES[0], own, *(policy for policy in POLICIES[1:] if policy != own))
@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
     parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
+    if (options.output / "report.json").exists():
+        shutil.rmtree(options.output)  # of an earlier demo
     model, tokenizer = load_checkpoint(options.checkpoint)
     console = Console(highlight=False)
     most = max(model.config.loops_per_group(getattr(model.generation_config, "num_loops", None)))
@@ -103,7 +105,6 @@ def main(arguments: list[str] | None = None) -> None:
         cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{result.perplexity:.2f}", f"{result.mean_depth:.2f}")
         table.add_row(name, *cells)
     console.print(table)
-    shutil.rmtree(options.output, ignore_errors=True)  # of an earlier demo
     page = make_report(options.checkpoint, settings)
     print(f"The report is written: open {page} in a browser.")
 

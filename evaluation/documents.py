@@ -20,6 +20,7 @@ from .report import (
     geometry_table,
     read_sources,
     rules_table,
+    samples_table,
     token_table,
 )
 
@@ -53,11 +54,21 @@ def controls_table() -> Table:
         return "" if values is None else ", ".join("-" if v is None else format(v, form) for v in values)
 
     rows = [
-        [c["name"], f"{c['tokens']:,}", f"{c['eval_loss']:.3f}", shown(c["steps_to_shrink"], "d"),
-         shown(c["cosines"], "+.2f"), shown(c["drift_as_printed"], ".1f"), shown(c["drift_net"], ".1f")]
+        [c["name"], f"{c['tokens']:,}", f"{c['eval_loss']:.3f}", str(c["geometry_step"] or ""),
+         shown(c["steps_to_shrink"], "d"), shown(c["cosines"], "+.2f"),
+         shown(c["drift_as_printed"], ".1f"), shown(c["drift_net"], ".1f")]
         for c in read("reproduction/controls.json")
     ]  # fmt: skip
-    header = ["run", "tokens", "validation loss", "steps to a tenth", "late cosines", "drift as printed", "net drift"]
+    header = [
+        "run",
+        "tokens",
+        "validation loss",
+        "geometry at step",
+        "steps to a tenth",
+        "late cosines",
+        "drift as printed",
+        "net drift",
+    ]
     return Table("", header, rows)
 
 
@@ -85,6 +96,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "claims": of_report(claims_table),
     "geometry": of_report(geometry_table),
     "cache": of_report(cache_table),
+    "samples": of_report(samples_table),
     "slowest": of_report(token_table, "slowest"),
     "fastest": of_report(token_table, "fastest"),
     "rules": of_report(rules_table, by_source=True),

@@ -13,6 +13,7 @@ depth at the same mean number of steps, sequence by sequence, with bootstrap int
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
 from training.data import Source
 from training.estimate import forward_flops
 
-from .common import blocks_of, held_out_documents, load_checkpoint
+from .common import held_out_documents, load_checkpoint, spread_blocks
 
 PAPER_THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
 # A rule is swept over a range that takes it from never to at once: the paper's thresholds and a denser grid.
@@ -43,7 +44,7 @@ SWEEPS = {
     "acceleration/state": ({"name": "acceleration", "normalize": "state"}, OF_RATIOS),
     "acceleration/step": ({"name": "acceleration", "normalize": "step"}, (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
 }
-FIXED_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+FIXED_DEPTHS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ class Result:
     flops_per_token: float  # decoding for the rule included
     sequence_losses: list[float]  # mean cross-entropy of every block, for paired comparisons
     ms_per_token: dict[str, float] = field(default_factory=dict)  # batch size -> median
+    group_sizes: list[int] | None = None  # layers of each group
 
     @property
     def mean_depth(self) -> float:
-        """Mean steps over groups, weighted by nothing: the x-axis of the fair comparison."""
-        return float(np.mean(self.mean_steps))
+        """Mean steps of a looped layer: groups count by their layers. The x-axis of the fair comparison."""
+        return float(np.average(self.mean_steps, weights=self.group_sizes))
 
     def to_json(self) -> str:
         return json.dumps({**vars(self), "setting": vars(self.setting)})
@@ -122,6 +124,7 @@ def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Settin
         std_steps=steps.std(0, correction=0).tolist(),
         flops_per_token=flops_per_token(model.config, setting, steps.mean(0).tolist(), blocks.shape[1] // 2),
         sequence_losses=losses.tolist(),
+        group_sizes=[len(group) for group in model.config.loop_groups],
     )
 
 
@@ -139,34 +142,37 @@ def measure_times(
     results: list[Result],
     file: Path,
     batch_sizes: tuple[int, ...] = (1, 8),
-    new_tokens: int = 32,
+    new_tokens: int = 16,
     rounds: int = 3,
 ) -> None:
     """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line
-    of `file`, and what is there already is not measured again."""
-    known = [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
-    times = {(size, turn, place): ms for size, turn, place, ms in known}
-    todo = [
-        (size, turn, place)
-        for size in batch_sizes
-        for turn in range(rounds)
-        for place in range(len(results))
-        if (size, turn, place) not in times
-    ]
+    of `file`, and what is there already is not measured again. Batch 1 takes the first prompts one by one."""
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    times = {(size, turn, Setting(**setting)): ms for size, turn, setting, ms in known}
+    places = [(size, turn, r.setting) for size in batch_sizes for turn in range(rounds) for r in results]
+    todo = [place for place in places if place not in times]
+
+    def generate(batch: torch.Tensor, setting: Setting) -> None:
+        model.generate(
+            batch, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
+            exit_policy=setting.exit_policy, num_loops=setting.num_loops,
+        )  # fmt: skip
+
+    if todo:
+        generate(prompts[:1], results[0].setting)  # the first call is slower
     with file.open("a") as lines:
-        for size, turn, place in tqdm(todo, desc="generation", unit=" runs"):
-            setting = results[place].setting
+        for size, turn, setting in tqdm(todo, desc="generation", unit=" runs"):
+            batches = prompts[:4].split(1) if size == 1 else [prompts[:size]]
             started = time.perf_counter()
-            model.generate(
-                prompts[:size], max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
-                exit_policy=setting.exit_policy, num_loops=setting.num_loops,
-            )  # fmt: skip
-            times[size, turn, place] = 1000 * (time.perf_counter() - started) / (new_tokens * size)
-            lines.write(json.dumps([size, turn, place, times[size, turn, place]]) + "\n")
+            for batch in batches:
+                generate(batch, setting)
+            tokens = new_tokens * sum(len(batch) for batch in batches)
+            times[size, turn, setting] = 1000 * (time.perf_counter() - started) / tokens
+            lines.write(json.dumps([size, turn, vars(setting), times[size, turn, setting]]) + "\n")
             lines.flush()
     for size in batch_sizes:
-        for place, result in enumerate(results):
-            rounds_of = [times[size, turn, place] for turn in range(rounds)]
+        for result in results:
+            rounds_of = [times[size, turn, result.setting] for turn in range(rounds)]
             result.ms_per_token[str(size)] = float(np.median(rounds_of))
 
 
@@ -187,14 +193,16 @@ def pool(repetitions: list[list[Result]]) -> list[Result]:
                 flops_per_token=float(np.mean([r.flops_per_token for r in results])),
                 sequence_losses=losses,
                 ms_per_token=results[0].ms_per_token,
+                group_sizes=results[0].group_sizes,
             )
         )
     return pooled
 
 
 def recommended(results: list[Result], tolerance: float = 0.01) -> dict[str, Result]:
-    """For each rule, its cheapest setting within `tolerance` nats of the best fixed depth, if there is one."""
-    best = min(result.cross_entropy for result in results if result.setting.rule == "fixed")
+    """For each rule, its cheapest setting within `tolerance` nats of the best fixed depth up to the cap, if any."""
+    cap = max((r.setting.num_loops for r in results if r.setting.rule != "fixed"), default=math.inf)
+    best = min(r.cross_entropy for r in results if r.setting.rule == "fixed" and r.setting.num_loops <= cap)
     good = [result for result in results if result.cross_entropy <= best + tolerance]
     rules = dict.fromkeys(result.setting.rule for result in good)
     return {rule: min((r for r in good if r.setting.rule == rule), key=lambda r: r.mean_depth) for rule in rules}
@@ -261,12 +269,13 @@ def processes() -> PartialState:
 
 def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, file: Path) -> None:
     """Writes down which model and text a folder's results are of, or fails where they are of others."""
-    weights = [parameter.double().sum().item() for parameter in model.parameters()]
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    digest = hashlib.sha256(blocks.numpy().tobytes() + json.dumps([weights, str(config)]).encode()).hexdigest()
+    digest = hashlib.blake2b(str(config).encode() + blocks.numpy().tobytes())
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     if not file.exists():
-        file.write_text(json.dumps(digest))
-    elif json.loads(file.read_text()) != digest:
+        file.write_text(json.dumps(digest.hexdigest()))
+    elif json.loads(file.read_text()) != digest.hexdigest():
         raise ValueError(
             f"`--output` {file.parent} has results of another checkpoint or text: delete it, or choose another folder."
         )
@@ -276,7 +285,9 @@ def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path
     """Scores all settings that are not there yet, this process its share of them, and returns all results."""
     state = processes()
     output.mkdir(parents=True, exist_ok=True)
-    check_fingerprint(model, blocks, output / "fingerprint.json")
+    if state.is_main_process:
+        check_fingerprint(model, blocks, output / "fingerprint.json")
+    state.wait_for_everyone()
     done = read_results(output)
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
     file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")
@@ -308,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_checkpoint(options.checkpoint)
     block_size = options.block_size or model.config.max_position_embeddings
     documents = held_out_documents(Source(options.source), options.validation_fraction)
-    blocks = blocks_of(documents, tokenizer, block_size, options.blocks)
+    blocks = spread_blocks(documents, tokenizer, block_size, options.blocks)
     results = run_sweep(model, blocks, settings, options.output, options.batch_size)
     untimed = [result for result in results if not result.ms_per_token]
     if processes().is_main_process and options.rounds > 0 and untimed:

@@ -14,6 +14,7 @@ draws those figures that the given inputs allow, each as PNG and PDF:
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from .exit_tradeoff import PAPER_THRESHOLDS, Result, compare, read_results
 from .geometry import Projection
@@ -41,6 +43,9 @@ RULE_STYLES = {
     "acceleration/state": {"color": "#D55E00", "marker": "P", "linestyle": "-."},
     "acceleration/step": {"color": "#CC79A7", "marker": "X", "linestyle": ":"},
 }
+GROUP_STYLES = [
+    RULE_STYLES[rule] | {"linestyle": "-"} for rule in ("step_norm", "kl", "acceleration", "acceleration/step")
+]
 PAPER_RULES = ("step_norm", "kl", "acceleration")
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 FLOOR_COLOR = "0.85"
@@ -52,7 +57,7 @@ def name_of_group(layers: list[int]) -> str:
 
 def plot_trajectory(trajectories: Trajectories, tokens: int = 2) -> Figure:
     """Figure 1. The projection is fitted on all states of all chosen tokens; `tokens` of them are drawn."""
-    groups, points = trajectories.index["groups"], trajectories.index["points"]
+    groups = trajectories.index["groups"]
     between = torch.from_numpy(trajectories["between"])
     loops = [torch.from_numpy(trajectories[f"group_{group}"]) for group in range(len(groups))]
     projection = Projection.fit(torch.cat([between, *loops]))
@@ -67,16 +72,15 @@ def plot_trajectory(trajectories: Trajectories, tokens: int = 2) -> Figure:
         ax.annotate("output", on_path[-1], fontsize=7, xytext=(4, 4), textcoords="offset points")
         for group, states in enumerate(loops):
             path = projection.apply(states[:, token])
-            style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+            style = GROUP_STYLES[group % len(GROUP_STYLES)]
             ax.plot(*path.T, color=style["color"], linewidth=0.7, alpha=0.5)
             shade = np.linspace(0.25, 1.0, len(path))  # from light to dark, in the order of iteration
             ax.scatter(*path.T, color=style["color"], alpha=shade, s=14, marker=style["marker"], zorder=2,
                        label=name_of_group(groups[group]))  # fmt: skip
         _enlarge_loop(ax, projection.apply(loops[len(loops) // 2][:, token]), len(loops) // 2)
-        text = trajectories.index["tokens"][trajectories.index["chosen"][token]]
+        text = trajectories.index["tokens"][trajectories.index["chosen"][token]].replace("Ġ", " ")
         ax.set(xlabel=_component(projection, 0), ylabel=_component(projection, 1), title=f"token {text!r}")
-    axes[0, 0].legend(fontsize=7, loc="best")
-    assert len(points) == len(between)
+    axes[0, 0].legend(fontsize=7, loc="upper right")
     return figure
 
 
@@ -86,9 +90,11 @@ def _component(projection: Projection, index: int) -> str:
 
 def _enlarge_loop(ax: Axes, path: torch.Tensor, group: int) -> None:
     """An inset with the loop from its third state on: the first steps go from the noise to where the loop settles."""
-    style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+    style = GROUP_STYLES[group % len(GROUP_STYLES)]
     settled = path[2:]
-    inset = ax.inset_axes((0.62, 0.02, 0.36, 0.36))
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, right + 0.65 * (right - left))  # room for it
+    inset = ax.inset_axes((0.64, 0.05, 0.34, 0.4))
     inset.plot(*settled.T, color=style["color"], linewidth=0.7)
     inset.scatter(*settled.T, color=style["color"], alpha=np.linspace(0.25, 1.0, len(settled)), s=8)
     inset.set(xticks=[], yticks=[])
@@ -106,7 +112,7 @@ def plot_drift(geometry: list[dict[str, Any]], groups: list[list[int]]) -> Figur
         for boundary in range(len(groups) - 1):
             moments = [line["drift_to_loop_ratio"][boundary][kind] for line in geometry]
             mean, std = (np.array([m[name] for m in moments], dtype=float) for name in ("mean", "std"))
-            style = list(RULE_STYLES.values())[boundary + 1]
+            style = GROUP_STYLES[boundary % len(GROUP_STYLES)]
             label = f"{name_of_group(groups[boundary])} to {name_of_group(groups[boundary + 1])}"
             ax.plot(steps, mean, markersize=4, label=label, **style)
             ax.fill_between(steps, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
@@ -122,10 +128,11 @@ def plot_loop_dynamics(line: dict[str, Any], groups: list[list[int]]) -> Figure:
     """Figure 3: one measurement of the geometry, steps below rounding noise shaded."""
     figure, axes = plt.subplots(2, len(groups), figsize=(3.2 * len(groups), 5), layout="constrained", squeeze=False)
     for group, measured in enumerate(line["groups"]):
-        style = list(RULE_STYLES.values())[group % len(RULE_STYLES) + 1]
+        style = GROUP_STYLES[group % len(GROUP_STYLES)]
         for row, (name, first) in enumerate((("step_norm", 0), ("step_cosine", 1))):
             ax = axes[row, group]
             mean, std = (np.array(measured[name][kind], dtype=float) for kind in ("mean", "std"))
+            mean = cosines_above_floor(measured) if name == "step_cosine" else mean
             steps = np.arange(first, first + len(mean))
             ax.plot(steps, mean, color=style["color"], marker=style["marker"], markersize=3)
             low = np.maximum(mean - std, mean / 30) if name == "step_norm" else mean - std
@@ -142,6 +149,12 @@ def plot_loop_dynamics(line: dict[str, Any], groups: list[list[int]]) -> Figure:
     return figure
 
 
+def cosines_above_floor(group: dict[str, Any]) -> np.ndarray:
+    """Mean cosines, NaN where most tokens' steps are rounding noise."""
+    above = np.array(group["above_floor"]) > 0.5
+    return np.where(above[1:] & above[:-1], np.array(group["step_cosine"]["mean"], dtype=float), np.nan)
+
+
 def plot_cosines(geometry: list[dict[str, Any]], groups: list[list[int]], most: int = 7) -> Figure:
     """Figure 5: `most` measurements over training, from light to dark."""
     shown = [geometry[i] for i in sorted({*np.linspace(0, len(geometry) - 1, most).round().astype(int).tolist()})]
@@ -149,7 +162,7 @@ def plot_cosines(geometry: list[dict[str, Any]], groups: list[list[int]], most: 
     figure, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3), layout="constrained", squeeze=False)
     for group, ax in enumerate(axes[0]):
         for line, shade in zip(shown, shades, strict=True):
-            cosines = np.array(line["groups"][group]["step_cosine"]["mean"], dtype=float)
+            cosines = cosines_above_floor(line["groups"][group])
             ax.plot(np.arange(1, len(cosines) + 1), cosines, color=shade, label=f"step {line['step']:,}")
         ax.set(xlabel="loop step k", title=name_of_group(groups[group]), ylim=(-1.05, 1.05))
     axes[0, 0].set_ylabel("cosine to the step before")
@@ -185,8 +198,14 @@ def plot_fair_comparison(results: list[Result]) -> Figure:
         axes[0].plot([r.mean_depth for r in points], [r.cross_entropy for r in points], label=rule, **style)
         timed = sorted((r for r in points if "1" in r.ms_per_token), key=lambda r: r.ms_per_token["1"])
         axes[1].plot([r.ms_per_token["1"] for r in timed], [r.cross_entropy for r in timed], **style)
-    axes[0].set(xlabel="mean loop steps a token and group", ylabel="cross-entropy (nats)")
+    axes[0].set(xlabel="mean loop steps of a looped layer", ylabel="cross-entropy (nats)")
     axes[1].set(xlabel="ms/token, batch 1")
+    is_timed = any(result.ms_per_token for result in results)
+    for ax in axes if is_timed else axes[:1]:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(ScalarFormatter())
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    axes[0].set_xticks([1, 2, 4, 8, 16, 32, 64])
     axes[0].legend(fontsize=7)
     return figure
 
@@ -203,7 +222,7 @@ def plot_against_fixed(results: list[Result]) -> Figure:
             ax.errorbar([c.mean_depth for c in points], middle, np.maximum(bars, 0), label=rule, markersize=4,
                         linewidth=1, elinewidth=0.7, capsize=1.5, **RULE_STYLES[rule])  # fmt: skip
     ax.axhline(0, color="black", linewidth=0.8)
-    ax.set(xlabel="mean loop steps a token and group", ylabel="cross-entropy minus fixed depth's (nats)")
+    ax.set(xlabel="mean loop steps of a looped layer", ylabel="cross-entropy minus fixed depth's (nats)")
     ax.legend(fontsize=7)
     return figure
 
@@ -220,8 +239,11 @@ def _threshold(result: Result) -> float:
 
 
 def read_geometry(file: Path) -> list[dict[str, Any]]:
-    """The lines of `geometry.jsonl`, in the order of training steps."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    """The lines of `geometry.jsonl`, in the order of training steps; one that a crash cut short is left out."""
+    lines = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
     if not lines:
         raise ValueError(f"{file} has no measurements.")
     return sorted(lines, key=lambda line: line["step"])
@@ -241,20 +263,24 @@ def draw_figures(
     geometry: list[dict[str, Any]] | None = None,
     groups: list[list[int]] | None = None,
     results: list[Result] | None = None,
+    now: dict[str, Any] | None = None,
 ) -> dict[str, Path]:
-    """Those figures that the inputs allow, by name. `groups` are the layers of the loops, to name them."""
+    """Those figures that the inputs allow, by name. `groups` are the layers of the loops, to name them; `now` is the
+    geometry to show as the model's, if not the last one of its training."""
     figures: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
         if trajectories is not None:
             loaded = load_trajectories(trajectories)
             groups = groups or loaded.index["groups"]
             figures["trajectory"] = plot_trajectory(loaded)
-        if geometry:
-            groups = groups or [[group] for group in range(len(geometry[-1]["groups"]))]
-            figures["loop_dynamics"] = plot_loop_dynamics(geometry[-1], groups)
-            if len(geometry) > 1:
-                figures["cosines"] = plot_cosines(geometry, groups)
-            if len(geometry) > 1 and len(groups) > 1:
+        if geometry and now is None:
+            now = geometry[-1]
+        if now is not None:
+            groups = groups or [[group] for group in range(len(now["groups"]))]
+            figures["loop_dynamics"] = plot_loop_dynamics(now, groups)
+        if geometry and len(geometry) > 1:
+            figures["cosines"] = plot_cosines(geometry, groups)
+            if len(groups) > 1:
                 figures["drift"] = plot_drift(geometry, groups)
         if results:
             figures["exit_policies"] = plot_exit_policies(results)

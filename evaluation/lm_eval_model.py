@@ -37,8 +37,9 @@ class RecurrentGPT2LM(HFLM):
             raise ValueError(f"`pretrained` is {pretrained}, a model without loop groups: use the model `hf` for it.")
 
     def _model_call(self, inps: torch.Tensor, attn_mask=None, labels=None) -> torch.Tensor:
-        # The policy that `generate` would take from the checkpoint counts in scoring too.
-        arguments = {"exit_policy": getattr(self.model.generation_config, "exit_policy", None), **self.loop_arguments}
+        # What `generate` would take from the checkpoint counts in scoring too.
+        defaults = self.model.generation_config
+        arguments = {name: getattr(defaults, name, None) for name in ("exit_policy", "num_loops")} | self.loop_arguments
         with torch.no_grad():
             output = self.model(inps, use_cache=False, **arguments)
         # The harness pads on the right, with zeros and without a mask. Nothing before the padding depends on it.

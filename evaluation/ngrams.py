@@ -1,8 +1,8 @@
 """What a unigram and a bigram model make of a run's text: `python -m evaluation.ngrams RECIPE --output_dir RUN ...`.
 
-Takes the recipe and the overrides that the run was trained with, counts on the run's own training blocks and scores its
-own validation blocks, with its tokenizer: the losses can be compared with the run's `eval_loss`. A language model that
-does not beat the bigrams has learnt nothing from context.
+Takes the recipe and the overrides that the run was trained with, counts all of its training text (the run may have seen
+less of it) and scores its own validation blocks, with its tokenizer: the losses can be compared with the run's
+`eval_loss`. A language model that does not beat the bigrams has learnt nothing from context.
 """
 
 import argparse
@@ -26,29 +26,28 @@ class NgramCounts:
     P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)), with t(a) the number of different tokens seen after a.
     """
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-        self.tokens = np.zeros(vocab_size, dtype=np.int64)
-        self.pairs = np.zeros((vocab_size, vocab_size), dtype=np.int32)
-
-    def add(self, ids: np.ndarray) -> None:
-        np.add.at(self.tokens, ids, 1)
-        np.add.at(self.pairs, (ids[:-1], ids[1:]), 1)
+    def __init__(self, blocks: list[np.ndarray], vocab_size: int):
+        counts = np.bincount(np.concatenate(blocks), minlength=vocab_size)
+        self.vocab_size, self.training_tokens = vocab_size, int(counts.sum())
+        self.unigrams = (counts + 1) / (counts.sum() + vocab_size)
+        pairs = np.concatenate([block[:-1] * vocab_size + block[1:] for block in blocks])
+        self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
+        firsts = self.pairs // vocab_size
+        self.followers = np.bincount(firsts, minlength=vocab_size)  # t(a)
+        self.followed = np.bincount(firsts, weights=self.pair_counts, minlength=vocab_size)  # c(a)
 
     def unigram_losses(self, ids: np.ndarray) -> np.ndarray:
         """Of every token but the first, in nats."""
-        return -np.log(self._unigrams()[ids[1:]])
+        return -np.log(self.unigrams[ids[1:]])
 
     def bigram_losses(self, ids: np.ndarray) -> np.ndarray:
         before, after = ids[:-1], ids[1:]
-        rows = self.pairs[before]
-        total, kinds = rows.sum(1, dtype=np.int64), (rows > 0).sum(1)
-        interpolated = self.pairs[before, after] + kinds * self._unigrams()[after]
-        unseen = total == 0
-        return -np.log(np.where(unseen, self._unigrams()[after], interpolated / np.maximum(total + kinds, 1)))
-
-    def _unigrams(self) -> np.ndarray:
-        return (self.tokens + 1) / (self.tokens.sum() + self.vocab_size)
+        wanted = before * self.vocab_size + after
+        place = np.minimum(np.searchsorted(self.pairs, wanted), len(self.pairs) - 1)
+        seen = np.where(self.pairs[place] == wanted, self.pair_counts[place], 0)
+        total = self.followed[before] + self.followers[before]
+        interpolated = (seen + self.followers[before] * self.unigrams[after]) / np.maximum(total, 1)
+        return -np.log(np.where(total > 0, interpolated, self.unigrams[after]))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
@@ -59,22 +58,21 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     known, overrides = parser.parse_known_args(arguments)
     recipe = load_recipe(known.recipe, [*overrides, "--resume", "true"])  # the run's own tokenizer and blocks
     run = Path(recipe.training.output_dir)
-    if not (run / "tokenizer").exists():
+    if any(source.streaming for source in recipe.sources):
+        raise ValueError("`streaming`: streamed text has no end, and is not counted.")
+    if not (run / "tokenizer.json").exists():
         raise FileNotFoundError(f"`output_dir` {run} has no tokenizer: train the run first.")
-    tokenizer = load_tokenizer(str(run / "tokenizer"))
+    tokenizer = load_tokenizer(str(run))
     config = RecurrentGPT2Config(**{"vocab_size": len(tokenizer), **recipe.model})
     train_blocks, validation_blocks = make_blocks(recipe, tokenizer, config)
-    counts = NgramCounts(config.vocab_size)
-    # As many blocks as the run was trained on, in its order of sources; all of them where it went through them all.
-    steps = recipe.training.max_steps * recipe.training.per_device_train_batch_size
-    steps *= recipe.training.gradient_accumulation_steps
-    for place in tqdm(range(min(steps, len(train_blocks))), desc="counting", unit=" blocks"):
-        counts.add(np.asarray(train_blocks[place]["input_ids"]))
-    blocks = [np.asarray(block["input_ids"]) for block in validation_blocks]
+    ids = train_blocks.with_format("numpy")["input_ids"]
+    reading = tqdm(range(len(train_blocks)), desc="reading", unit=" blocks")
+    counts = NgramCounts([np.asarray(ids[place], dtype=np.int64) for place in reading], config.vocab_size)
+    blocks = [np.asarray(block["input_ids"], dtype=np.int64) for block in validation_blocks]
     losses = {
-        "unigram": float(np.mean([counts.unigram_losses(ids).mean() for ids in blocks])),
-        "bigram": float(np.mean([counts.bigram_losses(ids).mean() for ids in blocks])),
-        "training_tokens": int(counts.tokens.sum()),
+        "unigram": float(np.mean([counts.unigram_losses(block).mean() for block in blocks])),
+        "bigram": float(np.mean([counts.bigram_losses(block).mean() for block in blocks])),
+        "training_tokens": counts.training_tokens,
     }
     print(json.dumps(losses))
     if known.result is not None:

@@ -35,16 +35,16 @@ class CacheCost:
 
 
 @torch.no_grad()
-def last_step_cost(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, exit_policy: Any = None) -> CacheCost:
-    """Cross-entropy of token-by-token decoding with either cache, on the same text [n, length].
+def last_step_cost(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor) -> CacheCost:
+    """Cross-entropy of token-by-token decoding with either cache, on the same text [n, length], at fixed loops.
 
     With `per_step` that is the loss of one pass, so it is computed so; `last_step` has to be decoded.
     """
     rows, length = blocks.shape
     caches = {strategy: LoopCache(model.config, strategy) for strategy in ("per_step", "last_step")}
-    exact = model(blocks[:, :-1], past_key_values=caches["per_step"], use_cache=True, exit_policy=exit_policy).logits
+    exact = model(blocks[:, :-1], past_key_values=caches["per_step"], use_cache=True).logits
     decoded = [
-        model(blocks[:, [place]], past_key_values=caches["last_step"], use_cache=True, exit_policy=exit_policy).logits
+        model(blocks[:, [place]], past_key_values=caches["last_step"], use_cache=True).logits
         for place in tqdm(range(length - 1), desc="decoding with last_step", unit=" tokens")
     ]
     losses = [

@@ -16,12 +16,14 @@ import argparse
 import base64
 import json
 import platform
+import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 import transformers
 from jinja2 import Environment, FileSystemLoader
@@ -30,7 +32,7 @@ from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.data import Source
 
 from .claims import check_claims, gain_of_loops
-from .common import blocks_of, held_out_documents, load_checkpoint
+from .common import held_out_documents, load_checkpoint, spread_blocks
 from .exit_tradeoff import (
     SWEEPS,
     Result,
@@ -43,7 +45,7 @@ from .exit_tradeoff import (
     recommended,
     run_sweep,
 )
-from .figures import PAPER_RULES, draw_figures, read_geometry
+from .figures import PAPER_RULES, cosines_above_floor, draw_figures, read_geometry
 from .observations import CacheCost, Sample, continue_blocks, last_step_cost, measure_geometry, token_depths
 from .trajectories import write_trajectories
 
@@ -112,12 +114,12 @@ def blocks_by_seed(source: str, tokenizer, settings: Settings, block_size: int) 
     """As many blocks for every seed, none of them twice."""
     # Of a file, all is taken to be held out; Python's documentation is split as it was for training.
     fraction = settings.validation_fraction if source == "python-docs" else None
-    blocks = blocks_of(
-        held_out_documents(Source(source), fraction), tokenizer, block_size, settings.blocks * settings.seeds
-    )
+    documents = held_out_documents(Source(source), fraction)
+    blocks = spread_blocks(documents, tokenizer, block_size, settings.blocks * settings.seeds)
     if len(blocks) < settings.seeds:
         raise ValueError(f"{source} has {len(blocks)} block(s) of {block_size} tokens, too few for the seeds.")
-    return list(blocks[: len(blocks) // settings.seeds * settings.seeds].chunk(settings.seeds))
+    each = len(blocks) // settings.seeds
+    return [blocks[seed :: settings.seeds][:each] for seed in range(settings.seeds)]
 
 
 def sweep(model, tokenizer, source: str, settings: Settings, rules: tuple[str, ...]) -> list[list[Result]]:
@@ -150,11 +152,10 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
     }
     results = pool(sweeps[first])
     blocks = blocks_by_seed(first, tokenizer, settings, block_size)[0]
-    policy, cap = default_policy(checkpoint, results, settings.cap)
-    history = Path(checkpoint) / "geometry.jsonl"
-    geometry = read_geometry(history) if history.exists() else []
-    now = {"step": geometry[-1]["step"] if geometry else 0, **measure_geometry(model, blocks, settings.geometry_loops)}
-    geometry = [*(line for line in geometry if line["step"] < now["step"]), now]
+    policy, cap = default_policy(model, results), settings.cap
+    recorded = Path(checkpoint) / "geometry.jsonl"
+    history = read_geometry(recorded) if recorded.exists() else []
+    geometry = measure_geometry(model, blocks, settings.geometry_loops)
     write_trajectories(
         checkpoint, tokenizer.decode(blocks[0]), settings.output / "trajectories", settings.geometry_loops, 64
     )
@@ -176,7 +177,8 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
             for source, parts in sweeps.items()
         ],
         "geometry": geometry,
-        "claims": [asdict(claim) for claim in check_claims(geometry, results)],
+        "geometry_over_training": history,
+        "claims": [asdict(claim) for claim in check_claims(geometry, history, results, model.config.state_init)],
         "cache": asdict(last_step_cost(model, blocks[:8])),
         "tokens": {"fastest": [asdict(d) for d in depths[:10]], "slowest": [asdict(d) for d in depths[:-11:-1]]},
         "samples": [
@@ -185,14 +187,13 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
     }
 
 
-def default_policy(checkpoint: str, results: list[Result], cap: int) -> tuple[dict[str, Any] | None, int]:
-    """The checkpoint's own exit policy, or else the cheapest rule that costs no quality."""
-    file = Path(checkpoint) / "generation_config.json"
-    own = json.loads(file.read_text()).get("exit_policy") if file.exists() else None
-    if own is not None:
-        return own, cap
+def default_policy(model: RecurrentGPT2ForCausalLM, results: list[Result]) -> Any:
+    """The checkpoint's own exit policy, or else the cheapest rule (in FLOPs) that costs no quality."""
+    own = getattr(model.generation_config, "exit_policy", None)
     rules = [result for rule, result in recommended(results).items() if rule != "fixed"]
-    return (min(rules, key=lambda r: r.flops_per_token).setting.exit_policy if rules else None), cap
+    if own is not None or not rules:
+        return own
+    return min(rules, key=lambda result: result.flops_per_token).setting.exit_policy
 
 
 def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:
@@ -222,7 +223,7 @@ def sections_of(report: dict[str, Any], figures: dict[str, Path]) -> list[Sectio
         ),
         Section(
             "The loops",
-            f"At {len(report['geometry'][-1]['groups'][0]['step_norm']['mean'])} fixed loops on held-out text.",
+            f"At {len(report['geometry']['groups'][0]['step_norm']['mean'])} fixed loops on held-out text.",
             [geometry_table(report)],
             drawn("trajectory", "loop_dynamics", "cosines", "drift"),
         ),
@@ -254,12 +255,12 @@ def claims_table(report: dict[str, Any]) -> Table:
 
 def geometry_table(report: dict[str, Any]) -> Table:
     """Mean step norms and cosines at some steps."""
-    line, rows = report["geometry"][-1], []
+    line, rows = report["geometry"], []
     shown = [k for k in (1, 2, 3, 5, 8, 12, 20, 29) if k < len(line["groups"][0]["step_norm"]["mean"])]
     for layers, group in zip(report["groups"], line["groups"], strict=True):
-        norms, cosines = group["step_norm"]["mean"], group["step_cosine"]["mean"]
+        norms, cosines = group["step_norm"]["mean"], cosines_above_floor(group)
         rows.append([f"layers {layers}", "step norm", *(f"{norms[k]:.3g}" for k in shown)])
-        rows.append(["", "cosine", *("" if cosines[k - 1] is None else f"{cosines[k - 1]:+.2f}" for k in shown)])
+        rows.append(["", "cosine", *("" if np.isnan(cosines[k - 1]) else f"{cosines[k - 1]:+.2f}" for k in shown)])
     return Table("Steps", ["group", "", *(f"k = {k}" for k in shown)], rows)
 
 
@@ -289,7 +290,15 @@ def tradeoff_table(results: list[Result]) -> Table:
          f"{result.perplexity:.2f}", f"{result.flops_per_token / 1e6:.1f}", _time(result)]
         for result in results
     ]  # fmt: skip
-    header = ["rule", "threshold", "mean steps", "cross-entropy", "perplexity", "MFLOP/token", "ms/token (batch 1, 8)"]
+    header = [
+        "rule",
+        "threshold",
+        "mean steps",
+        "cross-entropy",
+        "perplexity",
+        "MFLOP/token",
+        "ms/token (batch 1; several)",
+    ]
     return Table("All settings", header, rows)
 
 
@@ -310,9 +319,18 @@ def cache_table(report: dict[str, Any]) -> Table:
 
 
 def token_table(report: dict[str, Any], kind: str) -> Table:
-    rows = [[f"`{json.dumps(t['token'], ensure_ascii=False)}`", str(t["count"]), f"{t['mean_steps']:.2f}"]
+    rows = [[f"`` {json.dumps(t['token'], ensure_ascii=False)} ``", str(t["count"]), f"{t['mean_steps']:.2f}"]
             for t in report["tokens"][kind]]  # fmt: skip
     return Table(f"The {kind}", ["token", "occurrences", "mean steps"], rows)
+
+
+def samples_table(report: dict[str, Any]) -> Table:
+    def flat(text: str) -> str:
+        return re.sub(r"([\\`*_\[\]<>])", r"\\\1", " ".join(text.split()))  # as Markdown
+
+    rows = [[flat(s["prompt"]), flat("".join(s["tokens"])), f"{sum(s['steps']) / len(s['steps']):.2f}"]
+            for s in report["samples"]]  # fmt: skip
+    return Table("Samples", ["prompt (held-out text)", "continuation", "mean steps"], rows)
 
 
 def _setting(result: Result) -> str:
@@ -335,7 +353,10 @@ def write_report(report: dict[str, Any], output: Path) -> Path:
     """Figures and pages from the numbers (and the trajectories beside them)."""
     matplotlib.use("Agg")
     results = pool(next(iter(read_sources(report).values())))
-    figures = draw_figures(output / "figures", output / "trajectories", report["geometry"], report["groups"], results)
+    figures = draw_figures(
+        output / "figures", output / "trajectories", report["geometry_over_training"], report["groups"], results,
+        report["geometry"],
+    )  # fmt: skip
     sections = sections_of(report, figures)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True)
     environment.filters["strong"] = lambda cell: cell.removeprefix("**").removesuffix("**")
@@ -353,6 +374,9 @@ def write_report(report: dict[str, Any], output: Path) -> Path:
 
 
 def make_report(checkpoint: str, settings: Settings) -> Path:
+    names = [name_of_source(source) for source in settings.sources]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`--source` has two texts of the same name: {', '.join(names)}.")
     settings.output.mkdir(parents=True, exist_ok=True)
     report = measure(checkpoint, settings)
     (settings.output / "report.json").write_text(json.dumps(report) + "\n")

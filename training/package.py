@@ -3,8 +3,8 @@
     python -m training.package runs/mini --report results/mini --output checkpoints/recurrent-gpt2-mini
 
 The folder gets weights, tokenizer, code and configs, the log and the geometry of training, the report's results and
-figure, and the card that is made from them. `generate` will use the exit policy and the cap that the report found best,
-or `--exit_policy`.
+figure, and the card that is made from them. `generate` will use the exit policy that the report found cheapest at no
+loss of quality, or `--exit_policy`, with the cap of the report.
 """
 
 import argparse
@@ -31,11 +31,15 @@ def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] |
         if missing:
             raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
     measured = json.loads((report / "report.json").read_text())
-    policy = ExitPolicy.from_dict(exit_policy or measured["policy"]).to_dict()
+    policy = exit_policy or measured["policy"]
+    if output.resolve() in (run.resolve(), report.resolve()):
+        raise ValueError(f"`--output` is {output}, but must be a folder of its own.")
+    if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
+        raise FileExistsError(f"`--output` {output} is not empty, and is no checkpoint to replace.")
     model = RecurrentGPT2ForCausalLM.from_pretrained(run)
-    # Defaults of a run can be dropped on reload while they count as derived from the model's config.
-    model.generation_config._from_model_config = False
-    model.generation_config.exit_policy, model.generation_config.num_loops = policy, measured["cap"]
+    if policy is not None:
+        model.generation_config.exit_policy = ExitPolicy.from_dict(policy).to_dict()
+        model.generation_config.num_loops = measured["cap"]
     shutil.rmtree(output, ignore_errors=True)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(run).save_pretrained(output)

@@ -67,16 +67,28 @@ def test_cosines_in_rounding_noise_do_not_count():
 
 def test_strengthening_needs_a_history():
     late = line(100, [group(SHRINKING, [0.6] * 11)])
-    early = line(0, [group(SLOW, [0.1 * k for k in range(11)])])
+    early = line(5, [group(SLOW, [0.1 * k for k in range(11)])])
     assert claims.strengthening([late]).verdict == NOT_MEASURED
     assert claims.strengthening([early, late]).verdict == HOLDS
-    assert claims.strengthening([late | {"step": 0}, early | {"step": 9}]).verdict == DOES_NOT
+    assert claims.strengthening([late | {"step": 5}, early | {"step": 100}]).verdict == DOES_NOT
+
+
+def test_strengthening_starts_where_something_is_trained():
+    untrained = line(0, [group(SLOW, [0.1 * k for k in range(11)])])
+    trained = [line(step, [group(SHRINKING, [0.6] * 11)]) for step in (8, 100)]
+    assert claims.strengthening([untrained, *trained]).verdict == DOES_NOT
 
 
 def test_drift_is_judged_as_printed_and_net():
     drift = [{"as_printed": {"mean": 20.0}, "net": {"mean": 0.5}}]
-    printed, net = claims.drifting([line(0, [group(SHRINKING, [0.5] * 11)] * 2, drift)])
+    now = line(0, [group(SHRINKING, [0.5] * 11)] * 2, drift)
+    printed, net = claims.drifting(now, [], "noise")
     assert (printed.verdict, net.verdict) == (HOLDS, DOES_NOT)
+    assert "by construction" in printed.measured
+    small = [{"as_printed": {"mean": 2.0}, "net": {"mean": 0.5}}]
+    printed, _ = claims.drifting(now, [now | {"drift_to_loop_ratio": small}], "input")
+    assert printed.verdict == IN_PART
+    assert "by construction" not in printed.measured
 
 
 @pytest.mark.parametrize(
@@ -103,18 +115,42 @@ def test_step_norm_degrades_where_its_loss_rises():
 
 
 def test_kl_keeps_quality_but_is_slower():
-    def pair(threshold, loss, ms):
-        return [result("kl", threshold, [loss], 5, ms), result("acceleration", threshold, [5.0], 5, 10)]
+    def trio(threshold, loss, ms):
+        others = [result(rule, threshold, [5.0], 5, 10) for rule in ("acceleration", "step_norm")]
+        return [result("kl", threshold, [loss], 5, ms), *others]
 
-    assert claims.kl_keeping([*FIXED, *pair(1e-3, 5.0, 20), *pair(1e-2, 5.001, 15)]).verdict == HOLDS
-    assert claims.kl_keeping([*FIXED, *pair(1e-3, 5.0, 20), *pair(1e-2, 5.2, 9)]).verdict == IN_PART
+    assert claims.kl_keeping([*FIXED, *trio(1e-3, 5.0, 20), *trio(1e-2, 5.001, 15)]).verdict == HOLDS
+    assert claims.kl_keeping([*FIXED, *trio(1e-3, 5.0, 20), *trio(1e-2, 5.001, 10.1)]).verdict == IN_PART
+    assert claims.kl_keeping([*FIXED, *trio(1e-3, 5.0, 20), *trio(1e-2, 5.2, 9)]).verdict == DOES_NOT
     assert claims.kl_keeping(FIXED).verdict == NOT_MEASURED
 
 
+def of_many(setting, differences=None):
+    """The result with 16 sequences; those of a rule differ from fixed depth at 12.5 steps by `differences`."""
+    middle = [5.5 if differences is None else 5.5 + differences + 0.001 * place for place in range(16)]
+    losses = middle if differences is not None else [setting.sequence_losses[0]] * 16
+    return Result(**{**vars(setting), "sequence_losses": losses})
+
+
 def test_the_fair_comparison_is_with_fixed_depth_at_the_same_mean():
-    matched = (6.0 + 5.0) / 2, (6.2 + 5.2) / 2  # fixed depth at 12.5 steps
-    better = result("acceleration", 0.1, [matched[0] - 0.1, matched[1] - 0.12], 12.5)
-    worse = result("acceleration", 0.2, [matched[0] + 0.1, matched[1] + 0.12], 12.5)
-    assert claims.ahead_at_cost([*FIXED, better])[0].verdict == HOLDS
-    assert claims.ahead_at_cost([*FIXED, better, worse])[0].verdict == IN_PART
-    assert claims.ahead_at_cost([*FIXED, worse])[0].verdict == DOES_NOT
+    fixed = [of_many(r) for r in FIXED]  # 6.0 at one step and 5.0 at 24: 5.5 at 12.5
+    better = of_many(result("acceleration", 0.1, [0], 12.5), -0.1)
+    worse = of_many(result("acceleration", 0.2, [0], 12.5), 0.1)
+    tiny = of_many(result("acceleration", 0.3, [0], 12.5), -0.02 + 0.001)
+    assert claims.ahead_of_fixed([*fixed, better], "acceleration").verdict == HOLDS
+    assert claims.ahead_of_fixed([*fixed, better, worse], "acceleration").verdict == IN_PART
+    assert claims.ahead_of_fixed([*fixed, worse], "acceleration").verdict == DOES_NOT
+    assert claims.ahead_of_fixed([*fixed, tiny], "acceleration").verdict == HOLDS
+    assert claims.ahead_of_fixed([*fixed, of_many(result("acceleration", 0.3, [0], 12.5), -0.012)],
+                                 "acceleration").verdict == DOES_NOT  # fmt: skip
+    assert claims.ahead_of_fixed(FIXED, "acceleration").verdict == NOT_MEASURED
+
+
+def test_an_improvement_is_not_held_against_a_rule():
+    ends = [result("acceleration", 1e-5, [5.0], 20, 10), result("acceleration", 1e-2, [4.9], 9, 6)]
+    assert claims.accelerating([*FIXED, *ends]).verdict == HOLDS
+
+
+def test_the_loosest_threshold_is_the_largest():
+    rows = [result("step_norm", t, [5.0], depth) for t, depth in ((1e-3, 9), (1e-2, 3), (4.0, 1), (8.0, 1))]
+    assert "at 8, the largest threshold" in claims.step_norm_degrading([*FIXED, *rows]).measured

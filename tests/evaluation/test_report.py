@@ -50,7 +50,9 @@ def test_a_page_needs_nothing_else(written):
 def test_claims_are_those_of_the_numbers(written):
     numbers = json.loads((written / "report.json").read_text())
     results = pool(next(iter(report.read_sources(numbers).values())))
-    assert [vars(claim) for claim in check_claims(numbers["geometry"], results)] == numbers["claims"]
+    assert [
+        vars(claim) for claim in check_claims(numbers["geometry"], numbers["geometry_over_training"], results)
+    ] == numbers["claims"]
     assert len(numbers["claims"]) >= 8
 
 

@@ -94,6 +94,20 @@ def test_generation_packs_and_gives_the_same_tokens():
     assert not any(is_packed(model))
 
 
+def test_an_inner_context_leaves_the_outer_one_packed():
+    model, ids = tiny_model(0.3), random_ids(1, 6)
+    with packed_weights(model):
+        with packed_weights(model.model):
+            assert all(is_packed(model))
+        assert all(is_packed(model))
+    seen = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(all(is_packed(model))))
+    model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=model.draft(num_loops=1), pad_token_id=0)
+    assert len(seen) > 2
+    assert all(seen)
+    assert not any(is_packed(model))
+
+
 def test_an_error_leaves_nothing_packed():
     model = tiny_model()
     with pytest.raises(ValueError, match="exit_policy"):
