@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     settings = Settings(
         [options.source], options.output, rules=PAPER_RULES, thresholds=[*PAPER_THRESHOLDS, 0.1, 0.5, 2.0], cap=most,
-        blocks=options.blocks, rounds=1, samples=2,
+        depths=(1, 2, 3, 4, 6, 8, 12), blocks=options.blocks, rounds=1, samples=2,
     )  # fmt: skip
     policies = policies_of(model)
     continue_text(model, tokenizer, options.prompt, FixedLoops(), 2, most)  # the first call is slower

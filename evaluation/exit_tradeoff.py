@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def make_settings(
     cap: int,
     min_loops: int = 1,
     thresholds: list[float] | None = None,
-    depths: tuple[int, ...] = FIXED_DEPTHS,
+    depths: Sequence[int] = FIXED_DEPTHS,
 ) -> list[Setting]:
     """The sweep: fixed depths up to the cap and beyond, and every rule at every threshold."""
     settings = [Setting("fixed", None, depth) for depth in sorted({*depths, cap})]
@@ -309,13 +310,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
     parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
     parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument(
+        "--depths", nargs="+", type=int, default=list(FIXED_DEPTHS), help="fixed depths beside the rules"
+    )
     parser.add_argument("--min_loops", type=int, default=1, help="least steps of every rule")
     parser.add_argument("--blocks", type=int, default=32, help="blocks of text to score")
     parser.add_argument("--block_size", type=int, help="tokens of a block; the model's positions when left out")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
     options = parser.parse_args(arguments)
-    settings = make_settings(options.rules, options.num_loops, options.min_loops, options.thresholds)
+    settings = make_settings(options.rules, options.num_loops, options.min_loops, options.thresholds, options.depths)
     model, tokenizer = load_checkpoint(options.checkpoint)
     block_size = options.block_size or model.config.max_position_embeddings
     documents = held_out_documents(Source(options.source), options.validation_fraction)

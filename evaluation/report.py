@@ -18,6 +18,7 @@ import json
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from training.data import Source
 from .claims import check_claims, gain_of_loops
 from .common import held_out_documents, load_checkpoint, spread_blocks
 from .exit_tradeoff import (
+    FIXED_DEPTHS,
     SWEEPS,
     Result,
     Setting,
@@ -70,6 +72,7 @@ class Settings:
     rules: tuple[str, ...] = tuple(SWEEPS)
     thresholds: list[float] | None = None
     cap: int = 24
+    depths: Sequence[int] = FIXED_DEPTHS
     blocks: int = 16  # of each source and seed
     block_size: int | None = None
     seeds: int = 1
@@ -126,7 +129,7 @@ def sweep(model, tokenizer, source: str, settings: Settings, rules: tuple[str, .
     """Results of every seed."""
     own_seed = model.config.noise_seed
     block_size = settings.block_size or model.config.max_position_embeddings
-    points = make_settings(list(rules), settings.cap, thresholds=settings.thresholds)
+    points = make_settings(list(rules), settings.cap, thresholds=settings.thresholds, depths=settings.depths)
     folder, repetitions = settings.output / "tradeoff" / name_of_source(source), []
     for seed, blocks in enumerate(blocks_by_seed(source, tokenizer, settings, block_size)):
         use_seed(model, own_seed + seed)
@@ -396,6 +399,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
     parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
     parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument(
+        "--depths", nargs="+", type=int, default=list(FIXED_DEPTHS), help="fixed depths beside the rules"
+    )
     parser.add_argument("--blocks", type=int, default=16, help="blocks of each text and seed")
     parser.add_argument("--block_size", type=int, help="tokens of a block; the model's positions when left out")
     parser.add_argument("--seeds", type=int, default=1)

@@ -23,7 +23,7 @@ def model():
 
 def test_adaptive_perplexity_of_one_pass_is_that_of_decoding(model):
     blocks = random_ids(3, 12)
-    for setting in make_settings(["step_norm", "kl", "acceleration"], cap=6, thresholds=[0.1, 2.5]):
+    for setting in make_settings(["step_norm", "kl", "acceleration"], cap=6, thresholds=[0.1, 2.5], depths=(1, 3)):
         result = score(model, blocks, setting, batch_size=2)
         losses, steps = [], []
         with torch.no_grad():
@@ -42,7 +42,7 @@ def test_adaptive_perplexity_of_one_pass_is_that_of_decoding(model):
 
 def test_a_sweep_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
     blocks = random_ids(2, 8)
-    settings = make_settings(["step_norm"], cap=4, thresholds=[0.5, 2.5])
+    settings = make_settings(["step_norm"], cap=4, thresholds=[0.5, 2.5], depths=(1, 2))
     scored = []
 
     def counted(model, blocks, setting, batch_size):
@@ -115,12 +115,12 @@ def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):
     (tmp_path / "text.txt").write_text("TheQuickBrownFoxJumpsOverTheLazyDog" * 40)
     arguments = [
         str(tmp_path / "model"), "--source", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--rules",
-        "acceleration", "kl", "--thresholds", "0.01", "3", "--num_loops", "4", "--blocks", "4", "--rounds", "1",
-        "--block_size", "16",
+        "acceleration", "kl", "--thresholds", "0.01", "3", "--num_loops", "4",
+        "--depths", "1", "2", "--blocks", "4", "--rounds", "1", "--block_size", "16",
     ]  # fmt: skip
     exit_tradeoff.main(arguments)
     printed = capsys.readouterr().out
-    settings = len(exit_tradeoff.FIXED_DEPTHS) + 4
+    settings = 3 + 4
     assert len([line for line in printed.splitlines() if line.startswith("| ")]) == settings + 1  # with the header
     results = read_results(tmp_path / "out")
     assert len(results) == settings
@@ -160,7 +160,7 @@ def test_results_of_another_model_or_text_are_not_taken_for_these(model, tmp_pat
 
 def test_a_sweep_under_accelerate_launch_is_shared_by_the_processes(trained, tmp_path):
     sweep = ["--source", str(trained / "texts.jsonl"), "--rules", "step_norm", "--thresholds", "0.5", "2.0",
-             "--num_loops", "3", "--blocks", "2", "--rounds", "0"]  # fmt: skip
+             "--num_loops", "3", "--depths", "1", "2", "--blocks", "2", "--rounds", "0"]  # fmt: skip
     launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     launch += ["--dynamo_backend", "no", "--main_process_port", str(free_port())]
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "evaluation.exit_tradeoff"]

@@ -14,8 +14,8 @@ from recurrent_gpt2 import LoopCache
 from tests.helpers import random_ids, tiny_model
 from tests.training.runs import TEXT
 
-SMALL = ["--num_loops", "4", "--blocks", "2", "--rounds", "1", "--samples", "1", "--rules", "step_norm", "acceleration",
-         "kl", "--thresholds", "1e-5", "1e-4", "1e-3", "1e-2", "2.0"]  # fmt: skip
+SMALL = ["--num_loops", "4", "--depths", "1", "2", "--blocks", "2", "--rounds", "1", "--samples", "1", "--rules",
+         "step_norm", "acceleration", "kl", "--thresholds", "1e-5", "1e-4", "1e-3", "1e-2", "2.0"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
