@@ -15,8 +15,8 @@ def folder(tmp_path_factory):
     write_texts(folder)
     training.train.main(tiny_run(folder, geometry_loops=4, max_steps=4, save_strategy="no"))
     report.main([str(folder / "run"), "--output", str(folder / "report"), "--source", str(folder / "texts.jsonl"),
-                 "--num_loops", "3", "--depths", "1", "--blocks", "2", "--rounds", "0", "--rules", "step_norm", "--thresholds", "0.01",
-                 "2.0"])  # fmt: skip
+                 "--num_loops", "3", "--depths", "1", "--blocks", "2", "--rounds", "0", "--rules", "step_norm",
+                 "--thresholds", "0.01", "2.0"])  # fmt: skip
     package.main([str(folder / "run"), "--report", str(folder / "report"), "--output", str(folder / "packed")])
     return folder
 
