@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo smoke bench test test-slow test-browser lint format clean
+.PHONY: install demo reproduce smoke bench test test-slow test-browser lint format clean
 
 install: $(INSTALLED)
 
@@ -12,11 +12,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Trains a tiny model once (two minutes) and shows what exit policies do.
-demo: runs/smoke/config.json
-	$(BIN)/python -m evaluation.demo runs/smoke
+MINI := checkpoints/recurrent-gpt2-mini
 
-smoke runs/smoke/config.json: | $(INSTALLED)
+# Shows what exit policies do to the checkpoint that comes with the project, and writes its report.
+demo: $(INSTALLED)
+	$(BIN)/python -m evaluation.demo $(MINI)
+
+# The whole study. Texts of your own: make reproduce SOURCES="a.parquet b.jsonl python-docs"
+SOURCES ?= python-docs
+reproduce: $(INSTALLED)
+	$(BIN)/python -m evaluation.report $(MINI) --source $(SOURCES) --seeds 3 --blocks 8 --output results/reproduction
+
+# Trains a tiny model, in two minutes.
+smoke: $(INSTALLED)
 	$(BIN)/python -m training.train training/recipes/smoke.yaml --resume
 
 # Ratios on this machine, which should do nothing else meanwhile.

@@ -76,9 +76,11 @@ def compare_times(
     reach: float | None = None,
     is_speed: bool = False,
     work: tuple[float, float] = (1, 1),
+    warm: bool = True,
 ) -> Ratio:
-    """`work`: units of work that a call of either does, where they differ; times are per unit."""
-    for _, function in (what, against):  # compiles, and fills caches
+    """`work`: units of work that a call of either does, where they differ; times are per unit. `warm`: with a first
+    call that does not count, which compiles and fills caches."""
+    for _, function in (what, against) if warm else ():
         function()
     times = [(_seconds(what[1]), _seconds(against[1])) for _ in tqdm(range(rounds), desc=what[0], unit=" rounds")]
     pairs = np.array(times) * 1000 / np.array(work)
@@ -87,6 +89,11 @@ def compare_times(
         what[0], against[0], float(np.median(ratios)), float(ratios.min()), float(ratios.max()),
         float(np.median(pairs[:, 0])), float(np.median(pairs[:, 1])), reach, is_speed,
     )  # fmt: skip
+
+
+def _few(rounds: int) -> int:
+    """Rounds of what takes long, and is the steadier for it."""
+    return max(rounds // 3, 1)
 
 
 def _seconds(function: Callable) -> float:
@@ -207,7 +214,10 @@ def decoding_batches(rounds: int) -> Iterator[Ratio]:
 def prefilling(rounds: int) -> Iterator[Ratio]:
     ids = token_ids(1, 512)
     yield compare_times(
-        ("prefill, 512 tokens", prefiller(looped(), ids)), ("GPT-2, 56 layers", prefiller(gpt2(), ids)), rounds, 1.0
+        ("prefill, 512 tokens", prefiller(looped(), ids)),
+        ("GPT-2, 56 layers", prefiller(gpt2(), ids)),
+        _few(rounds),
+        1.0,
     )
 
 
@@ -221,7 +231,7 @@ def never_firing(rounds: int) -> Iterator[Ratio]:
         )  # fmt: skip
         yield compare_times(
             (f"prefill, {length} tokens, {name} that never fires", prefiller(looped(), ids, exit_policy=policy)),
-            ("fixed loops", prefiller(looped(), ids)), rounds, reach,
+            ("fixed loops", prefiller(looped(), ids)), _few(rounds), reach,
         )  # fmt: skip
 
 
@@ -230,7 +240,7 @@ def exiting(rounds: int) -> Iterator[Ratio]:
     mean_a_third = PrescribedExit(2 * LOOPS // 3 - 1)
     yield compare_times(
         ("prefill, 512 tokens, exits at a third of the cap", prefiller(looped(), ids, exit_policy=mean_a_third)),
-        ("all tokens at the cap", prefiller(looped(), ids, exit_policy=FixedLoops())), rounds, 0.52,
+        ("all tokens at the cap", prefiller(looped(), ids, exit_policy=FixedLoops())), _few(rounds), 0.52,
     )  # fmt: skip
     yield compare_times(
         ("decode, batch 8, exits up to two thirds of the cap",
@@ -255,7 +265,7 @@ def scoring(rounds: int) -> Iterator[Ratio]:
 
     yield compare_times(
         ("scoring 256 tokens in one adaptive pass", one_pass), ("token by token", token_by_token),
-        max(rounds // 3, 1), 5, True,
+        _few(rounds), 5, True, warm=False,
     )  # fmt: skip
 
 
@@ -275,14 +285,15 @@ def training(rounds: int) -> Iterator[Ratio]:
 
     eager, peer = step_of(new_model(), num_loops=LOOPS), GPT2LMHeadModel(gpt2().config).train()
     yield compare_times(
-        ("training step", eager), ("GPT-2, 56 layers", step_of(peer, use_cache=False)), rounds, 1.0, True
-    )
+        ("training step", eager), ("GPT-2, 56 layers", step_of(peer, use_cache=False)), _few(rounds), 1.0, True,
+        warm=rounds > 3,
+    )  # fmt: skip
     del peer
     compiled = new_model()
     for layer in compiled.model.layers:
         layer.compile(dynamic=False)
     step = step_of(compiled, num_loops=LOOPS)
-    yield compare_times(("training step, compiled", step), ("eager", eager), rounds, 1.25, True)
+    yield compare_times(("training step, compiled", step), ("eager", eager), _few(rounds), 1.25, True)
 
 
 def growing(rounds: int) -> Iterator[Ratio]:
@@ -303,10 +314,10 @@ def growing(rounds: int) -> Iterator[Ratio]:
         return run
 
     at_12 = ("12 loops", decode(LOOPS, 64))
-    for loops in (1, 4, 32, 64):
+    for loops in (1, 4, 32, 64) if rounds > 3 else (1, 64):
         work = (8 + 4 * loops, APPLICATIONS)
         yield compare_times((f"time per layer, {loops} loops", decode(loops, 64)), at_12, rounds, 1.1, work=work)
-    for context in (128, 256, 500):
+    for context in (128, 256, 500) if rounds > 3 else (500,):
         yield compare_times((f"time per layer, context {context}", decode(LOOPS, context)), ("64", at_12[1]), rounds)
 
 
@@ -408,7 +419,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MEASUREMENTS, "loading"]
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="three rounds: within five minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="three rounds, and one of what takes long")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
     options = parser.parse_args(arguments)
@@ -424,7 +435,7 @@ def main(arguments: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             looped().save_pretrained(f"{temporary}/ours")
             gpt2(12).save_pretrained(f"{temporary}/gpt2")
-            ratios += loading(min(rounds, 5), Path(temporary))
+            ratios += loading(_few(rounds), Path(temporary))
             memories = memory(Path(temporary))
     print_tables(ratios, memories)
     if options.output is not None:

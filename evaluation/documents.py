@@ -1,8 +1,8 @@
 """Fills the tables of README.md and docs/ from the files that the commands wrote: `python -m evaluation.documents`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
-`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
-`controls.json` (of `evaluation.controls`) and `ngrams.json` (of `evaluation.ngrams`).
+`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`)
+and `ngrams.json` (of `evaluation.ngrams`).
 """
 
 import json
@@ -49,34 +49,15 @@ def memory_table() -> Table:
     return Table("", ["512 tokens", "cache (MB)", "peak of the process (MiB)"], rows)
 
 
-def controls_table() -> Table:
-    def shown(values: list | None, form: str) -> str:
-        return "" if values is None else ", ".join("-" if v is None else format(v, form) for v in values)
-
-    rows = [
-        [c["name"], f"{c['tokens']:,}", f"{c['eval_loss']:.3f}", str(c["geometry_step"] or ""),
-         shown(c["steps_to_shrink"], "d"), shown(c["cosines"], "+.2f"),
-         shown(c["drift_as_printed"], ".1f"), shown(c["drift_net"], ".1f")]
-        for c in read("reproduction/controls.json")
-    ]  # fmt: skip
-    header = [
-        "run",
-        "tokens",
-        "validation loss",
-        "geometry at step",
-        "steps to a tenth",
-        "late cosines",
-        "drift as printed",
-        "net drift",
-    ]
-    return Table("", header, rows)
-
-
 def baselines_table() -> Table:
     losses, state = read("reproduction/ngrams.json"), ROOT / "checkpoints/recurrent-gpt2-mini/trainer_state.json"
     history = json.loads(state.read_text())["log_history"]
     final = [entry["eval_loss"] for entry in history if "eval_loss" in entry][-1]
-    rows = [["unigrams", f"{losses['unigram']:.3f}"], ["bigrams", f"{losses['bigram']:.3f}"]]
+    rows = [
+        [f"{kind}s of {part['tokens'] / 1e6:.1f} M tokens", f"{part[kind]:.3f}"]
+        for part in losses.values()
+        for kind in ("unigram", "bigram")
+    ]
     return Table("", ["model", "validation loss (nats)"], [*rows, ["recurrent-gpt2-mini", f"{final:.3f}"]])
 
 
@@ -91,7 +72,6 @@ def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = Fa
 TABLES: dict[str, Callable[[], Table]] = {
     "benchmark": benchmark_table,
     "memory": memory_table,
-    "controls": controls_table,
     "baselines": baselines_table,
     "claims": of_report(claims_table),
     "geometry": of_report(geometry_table),

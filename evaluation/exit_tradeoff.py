@@ -143,7 +143,7 @@ def measure_times(
     results: list[Result],
     file: Path,
     batch_sizes: tuple[int, ...] = (1, 8),
-    new_tokens: int = 16,
+    new_tokens: int = 8,
     rounds: int = 3,
 ) -> None:
     """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line
@@ -163,7 +163,7 @@ def measure_times(
         generate(prompts[:1], results[0].setting)  # the first call is slower
     with file.open("a") as lines:
         for size, turn, setting in tqdm(todo, desc="generation", unit=" runs"):
-            batches = prompts[:4].split(1) if size == 1 else [prompts[:size]]
+            batches = prompts[:2].split(1) if size == 1 else [prompts[:size]]
             started = time.perf_counter()
             for batch in batches:
                 generate(batch, setting)

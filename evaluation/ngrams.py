@@ -1,8 +1,8 @@
 """What a unigram and a bigram model make of a run's text: `python -m evaluation.ngrams RECIPE --output_dir RUN ...`.
 
-Takes the recipe and the overrides that the run was trained with, counts all of its training text (the run may have seen
-less of it) and scores its own validation blocks, with its tokenizer: the losses can be compared with the run's
-`eval_loss`. A language model that does not beat the bigrams has learnt nothing from context.
+Takes the recipe and the overrides that the run was trained with, counts its training text (a random part of it that is
+as large as what the run goes through, and all of it) and scores its own validation blocks, with its tokenizer: the
+losses can be compared with the run's `eval_loss`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tqdm.auto import tqdm
 
 from recurrent_gpt2 import RecurrentGPT2Config
-from training.recipe import load_recipe
+from training.recipe import Recipe, load_recipe
 from training.tokenizer import load_tokenizer
 from training.train import make_blocks
 
@@ -50,7 +50,25 @@ class NgramCounts:
         return -np.log(np.where(total > 0, interpolated, self.unigrams[after]))
 
 
-def main(arguments: list[str] | None = None) -> dict[str, float]:
+def blocks_of_run(recipe: Recipe) -> int | None:
+    """Blocks that the run goes through; None: all there are."""
+    args = recipe.training
+    return (
+        args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        if args.max_steps > 0
+        else None
+    )
+
+
+def score(counts: NgramCounts, blocks: list[np.ndarray]) -> dict[str, float]:
+    return {
+        "tokens": counts.training_tokens,
+        "unigram": float(np.mean([counts.unigram_losses(block).mean() for block in blocks])),
+        "bigram": float(np.mean([counts.bigram_losses(block).mean() for block in blocks])),
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Any field of the recipe: --field value",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("recipe", help="a YAML file")
@@ -67,13 +85,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     train_blocks, validation_blocks = make_blocks(recipe, tokenizer, config)
     ids = train_blocks.with_format("numpy")["input_ids"]
     reading = tqdm(range(len(train_blocks)), desc="reading", unit=" blocks")
-    counts = NgramCounts([np.asarray(ids[place], dtype=np.int64) for place in reading], config.vocab_size)
-    blocks = [np.asarray(block["input_ids"], dtype=np.int64) for block in validation_blocks]
-    losses = {
-        "unigram": float(np.mean([counts.unigram_losses(block).mean() for block in blocks])),
-        "bigram": float(np.mean([counts.bigram_losses(block).mean() for block in blocks])),
-        "training_tokens": counts.training_tokens,
-    }
+    training = [np.asarray(ids[place], dtype=np.int64) for place in reading]
+    validation = [np.asarray(block["input_ids"], dtype=np.int64) for block in validation_blocks]
+    order = np.random.default_rng(recipe.training.seed).permutation(len(training))
+    seen = [training[place] for place in order[: blocks_of_run(recipe)]]
+    losses = {"as_much_text": score(NgramCounts(seen, config.vocab_size), validation)}
+    losses["all_text"] = score(NgramCounts(training, config.vocab_size), validation)
     print(json.dumps(losses))
     if known.result is not None:
         known.result.parent.mkdir(parents=True, exist_ok=True)

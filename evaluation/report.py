@@ -154,7 +154,8 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
         for source in settings.sources
     }
     results = pool(sweeps[first])
-    blocks = blocks_by_seed(first, tokenizer, settings, block_size)[0]
+    every_seed = blocks_by_seed(first, tokenizer, settings, block_size)
+    blocks = every_seed[0]
     policy, cap = default_policy(model, results), settings.cap
     recorded = Path(checkpoint) / "geometry.jsonl"
     history = read_geometry(recorded) if recorded.exists() else []
@@ -162,7 +163,7 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
     write_trajectories(
         checkpoint, tokenizer.decode(blocks[0]), settings.output / "trajectories", settings.geometry_loops, 64
     )
-    depths = token_depths(model, tokenizer, blocks, policy, cap)
+    depths = token_depths(model, tokenizer, torch.cat(every_seed), policy, cap)
     return {
         "checkpoint": Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint,
         "parameters": model.num_parameters(),

@@ -32,8 +32,10 @@ def test_probabilities_are_those_of_the_formula_and_sum_to_one():
 def test_bigrams_of_a_run_beat_its_unigrams(trained, tmp_path):
     recipe, *fields = tiny_run(trained, max_steps=9)
     losses = ngrams.main([recipe, *fields, "--result", str(tmp_path / "ngrams.json")])
-    assert 0 < losses["bigram"] < losses["unigram"] < math.log(300)
-    assert losses["training_tokens"] > 9 * 4 * 32
+    for part in losses.values():
+        assert 0 < part["bigram"] < part["unigram"] < math.log(300)
+    assert losses["as_much_text"]["tokens"] == 9 * 4 * 32 < losses["all_text"]["tokens"]
+    assert losses["all_text"]["bigram"] < losses["as_much_text"]["bigram"]
     assert (tmp_path / "ngrams.json").exists()
 
 

@@ -1,0 +1,311 @@
+"""Exit policies: when does a token's loop stop?
+
+A policy is a callable that gets a [`LoopView`] of the tokens still looping and returns a boolean tensor: which of them
+stop now. It holds settings only; whatever varies during a loop is handed to it, so one object serves many calls and
+threads at once.
+
+With s(k) the state after k steps and D(k) = s(k+1) - s(k) the update of step k (paper, eq. 1):
+
+| name           | class               | fires when                               | cost of a step |
+|----------------|---------------------|------------------------------------------|----------------|
+| `fixed`        | `FixedLoops`        | never                                    | none           |
+| `step_norm`    | `StepNormExit`      | norm D(k) < threshold (eq. 3)            | O(d)           |
+| `kl`           | `KLExit`            | KL(p(k+1) \\|\\| p(k)) < threshold (eq. 4) | O(d V)         |
+| `acceleration` | `AccelerationExit`  | norm(D(k) - D(k-1)) < threshold (eq. 5)  | O(d)           |
+"""
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+# A count no loop reaches: larger ones would overflow the tensors that they are compared with.
+MAX_COUNT = 1_000_000
+
+
+@dataclass
+class LoopView:
+    """What a policy sees after a loop step, for the n tokens that are still active (and for them only)."""
+
+    group: int  # index of the loop group
+    step: int  # k: 0 after the first step of the loop
+    state: torch.Tensor  # s(k+1), [n, hidden]
+    update: torch.Tensor  # D(k) = s(k+1) - s(k), [n, hidden]
+    previous_update: torch.Tensor | None  # D(k-1); None at the first step
+    memory: dict[str, torch.Tensor]  # the policy's own [n, ...] tensors, kept across steps and cut to the active tokens
+    decode: Callable[[torch.Tensor], torch.Tensor]  # state -> logits [n, vocab]; costs something only when called
+
+
+_REGISTRY: dict[str, type["ExitPolicy"]] = {}
+
+
+def register_exit_policy(name: str) -> Callable[[type["ExitPolicy"]], type["ExitPolicy"]]:
+    """Class decorator: makes a policy available as `exit_policy=name` and loadable from a generation config."""
+
+    def register(cls: type["ExitPolicy"]) -> type["ExitPolicy"]:
+        known = _REGISTRY.get(name)
+        same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+        if known is not None and not same:
+            raise ValueError(f"exit policy {name!r} is already registered, by {known.__qualname__}.")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def available_exit_policies() -> list[str]:
+    """Names that `exit_policy=` accepts."""
+    return sorted(_REGISTRY)
+
+
+@dataclass(frozen=True)
+class ExitPolicy:
+    """Base class. A subclass says what it measures; a token stops when that has been below `threshold` long enough.
+
+    Args:
+        threshold: The measure must be below it. `None` takes the default of the class.
+        patience: Hits in a row that it takes to stop.
+        min_loops: No token stops before this many steps. (Hits before that count towards `patience`.)
+    """
+
+    threshold: float | None = None
+    patience: int = 1
+    min_loops: int = 1
+
+    name: ClassVar[str] = ""
+    default_threshold: ClassVar[float] = 0.0
+
+    def __post_init__(self):
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", self._default_threshold())
+        threshold_ok = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
+        if not threshold_ok or not 0 <= self.threshold < math.inf:
+            raise ValueError(
+                f"`threshold` of {type(self).__name__} is {_shown(self.threshold)}, but must be a finite number >= 0."
+            )
+        object.__setattr__(self, "threshold", float(self.threshold))
+        for setting in ("patience", "min_loops"):
+            value = getattr(self, setting)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+                name = type(self).__name__
+                raise ValueError(f"`{setting}` of {name} is {_shown(value)}, but must be an int from 1 to {MAX_COUNT}.")
+
+    def _default_threshold(self) -> float:
+        return self.default_threshold
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        """The number [n] that is compared with the threshold, or None where there is nothing to compare yet."""
+        raise NotImplementedError(f"{type(self).__name__} must define `measure`.")
+
+    def __call__(self, view: LoopView) -> torch.Tensor:
+        measure = self.measure(view)
+        if measure is None:
+            return torch.zeros(view.state.shape[0], dtype=torch.bool, device=view.state.device)
+        hits = measure < self.threshold  # False for NaN
+        if self.patience > 1:
+            hits_in_a_row = view.memory.get("hits_in_a_row", 0)
+            view.memory["hits_in_a_row"] = hits_in_a_row = (hits_in_a_row + 1) * hits
+            hits = hits_in_a_row >= self.patience
+        return hits if view.step + 1 >= self.min_loops else torch.zeros_like(hits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as a JSON-able dict; `from_dict` is the way back."""
+        if _REGISTRY.get(self.name) is not type(self):  # a subclass inherits the name, but is not what it stands for
+            raise ValueError(
+                f"{type(self).__name__} has no name to be saved under: @register_exit_policy gives it one."
+            )
+        return {"name": self.name, **asdict(self)}
+
+    @staticmethod
+    def from_dict(settings: dict[str, Any]) -> "ExitPolicy":
+        """Looks the name up in the registry and passes the rest as settings. Runs no code from `settings`."""
+        if not isinstance(settings, dict) or not isinstance(settings.get("name"), str):
+            raise ValueError(f"`exit_policy` {_shown(settings)} has no name, such as {{'name': 'acceleration'}}.")
+        settings = dict(settings)
+        name = settings.pop("name")
+        if name not in _REGISTRY:
+            raise ValueError(f"`exit_policy` {_shown(name)} is unknown. Known: {', '.join(available_exit_policies())}.")
+        cls = _REGISTRY[name]
+        allowed = {field.name for field in fields(cls)}
+        if unknown := [key for key in settings if key not in allowed]:
+            raise ValueError(
+                f"`exit_policy` {name!r} has no setting {_shown(unknown[0])}. It has: {', '.join(sorted(allowed))}."
+            )
+        return cls(**settings)
+
+
+@register_exit_policy("fixed")
+@dataclass(frozen=True)
+class FixedLoops(ExitPolicy):
+    """Never stops early: every token takes `num_loops` steps. The same as `exit_policy=None`."""
+
+    def measure(self, view: LoopView) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _NormalizedExit(ExitPolicy):
+    normalize: str = "none"
+
+    default_thresholds: ClassVar[dict[str, float]] = {}
+
+    def _default_threshold(self) -> float:
+        self._check_normalize()
+        return self.default_thresholds[self.normalize]
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_normalize()
+
+    def _check_normalize(self) -> None:
+        if not isinstance(self.normalize, str) or self.normalize not in self.default_thresholds:
+            raise ValueError(
+                f"`normalize` of {type(self).__name__} is {_shown(self.normalize)}, but must be one of "
+                f"{', '.join(self.default_thresholds)}."
+            )
+
+
+@register_exit_policy("step_norm")
+@dataclass(frozen=True)
+class StepNormExit(_NormalizedExit):
+    """Stops when the update is small: norm D(k) < threshold (paper, eq. 3).
+
+    `normalize="state"` divides by the norm of the new state. Default thresholds: 1e-3 (`none`: the largest that the
+    paper finds harmless), 0.03 (`state`: the default of Geiping et al.). It can first fire at the first step.
+    """
+
+    default_thresholds: ClassVar[dict[str, float]] = {"none": 1e-3, "state": 0.03}
+
+    def measure(self, view: LoopView) -> torch.Tensor:
+        step_norm = _norm(view.update)
+        return step_norm / _positive(_norm(view.state)) if self.normalize == "state" else step_norm
+
+
+@register_exit_policy("acceleration")
+@dataclass(frozen=True)
+class AccelerationExit(_NormalizedExit):
+    """Stops when the update stops changing: norm(D(k) - D(k-1)) < threshold, twice in a row (paper, eq. 5, Alg. 1).
+
+    With the default patience of 2 it can first fire at the third step. The state kept is the newest, s(k+1), which has
+    been computed already; the paper's listing returns s(k).
+
+    `normalize="state"` divides by the norm of the new state; `"step"` by norm D(k) + norm D(k-1) (eq. 6). The latter is
+    scale-free and does **not** go to zero as a loop converges: with rho = |D(k)| / |D(k-1)| and c the cosine between
+    the two updates it equals sqrt(1 + rho^2 - 2 rho c) / (1 + rho), which is never below sqrt((1 - c) / 2). At cosines
+    of 0.5 to 0.65 no threshold under 0.42 ever fires. Default thresholds: 1e-2 (`none`: the paper's loosest, with flat
+    perplexity there), 0.03 (`state`), 0.5 (`step`).
+    """
+
+    patience: int = 2
+
+    default_thresholds: ClassVar[dict[str, float]] = {"none": 1e-2, "state": 0.03, "step": 0.5}
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        if view.previous_update is None:
+            return None
+        acceleration = _norm(view.update - view.previous_update)
+        if self.normalize == "state":
+            return acceleration / _positive(_norm(view.state))
+        if self.normalize == "step":
+            return acceleration / _positive(_norm(view.update) + _norm(view.previous_update))
+        return acceleration
+
+
+@register_exit_policy("kl")
+@dataclass(frozen=True)
+class KLExit(ExitPolicy):
+    """Stops when the decoded distribution stops changing: KL(p(k+1) || p(k)) < threshold (paper, eq. 4).
+
+    p(k) = softmax(head(final norm(s(k)))), so every step decodes every active token. The start state is not decoded:
+    it can first fire at the second step. Default threshold: 5e-4 (Geiping et al.).
+    """
+
+    default_threshold: ClassVar[float] = 5e-4
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        log_p = _at_least_fp32(view.decode(view.state)).log_softmax(-1)
+        previous_log_p = view.memory.get("log_p")
+        view.memory["log_p"] = log_p
+        if previous_log_p is None:
+            return None
+        return torch.linalg.vecdot(log_p.exp(), log_p - previous_log_p).clamp_min(0)  # rounding can take it below
+
+
+def _shown(value: Any) -> str:
+    """A value for an error message: short, however long or deep what a file had there."""
+    return reprlib.repr(value)
+
+
+def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(_at_least_fp32(x), dim=-1)
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp_min(torch.finfo(x.dtype).tiny)
+
+
+Policy = Callable[[LoopView], torch.Tensor]
+
+
+def resolve_exit_policy(exit_policy: Any, num_groups: int) -> list[Policy | None]:
+    """What `exit_policy=` was given, as one policy (or None: no exits) per group.
+
+    Takes None, a name, a policy, a callable, a dict with a name, or a list with one of these per group.
+    """
+    if not isinstance(exit_policy, list | tuple):
+        return [_resolve_one(exit_policy)] * num_groups
+    if len(exit_policy) != num_groups:
+        raise ValueError(
+            f"`exit_policy` lists {len(exit_policy)} policies, but the model has {num_groups} loop groups."
+        )
+    return [_resolve_one(policy) for policy in exit_policy]
+
+
+def _resolve_one(policy: Any) -> Policy | None:
+    if isinstance(policy, str):
+        policy = ExitPolicy.from_dict({"name": policy})
+    elif isinstance(policy, dict):
+        policy = ExitPolicy.from_dict(policy)
+    if policy is None or (type(policy).__name__, getattr(policy, "name", None)) == ("FixedLoops", "fixed"):
+        return None
+    if isinstance(policy, type) or not callable(policy):
+        raise ValueError(
+            f"`exit_policy` is {_shown(policy)}, but must be None, a name ({', '.join(available_exit_policies())}), a "
+            "policy object, a callable, a dict with a name, or a list with one of these per group."
+        )
+    return policy
+
+
+def check_exits(exits: Any, policy: Policy, n: int, memory: dict[str, Any]) -> None:
+    """Fails with a sentence where a policy did not answer as it must."""
+    if not isinstance(exits, torch.Tensor) or exits.dtype != torch.bool or exits.shape != (n,):
+        got = f"{exits.dtype} {list(exits.shape)}" if isinstance(exits, torch.Tensor) else _shown(exits)
+        raise ValueError(f"the exit policy {_shown(policy)} returned {got}, but must return a bool tensor [{n}].")
+    for name, value in memory.items():
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (n,):
+            raise ValueError(
+                f"the exit policy {_shown(policy)} keeps {_shown(value)} as {name!r} in `memory`, but must keep "
+                f"tensors with a row for each of the {n} active tokens."
+            )
+
+
+def exit_policy_to_json(exit_policy: Any) -> Any:
+    """`exit_policy` with every policy object replaced by its dict, for a generation config."""
+    if isinstance(exit_policy, list | tuple):
+        return [exit_policy_to_json(policy) for policy in exit_policy]
+    if exit_policy is None or isinstance(exit_policy, str | dict):
+        return exit_policy
+    if not hasattr(exit_policy, "to_dict"):
+        raise ValueError(
+            f"`exit_policy` {_shown(exit_policy)} cannot be saved: a plain callable has no JSON form. Make it an "
+            "`ExitPolicy` with @register_exit_policy."
+        )
+    return exit_policy.to_dict()

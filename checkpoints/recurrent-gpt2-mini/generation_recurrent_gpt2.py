@@ -1,0 +1,194 @@
+"""What `generate` needs to know about loops: their arguments, their cache, and the steps that tokens took.
+
+Everything else (sampling, beams, assistants, streamers, stopping) is the stock `GenerationMixin`.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput, logging
+
+from .exit_policies import exit_policy_to_json, resolve_exit_policy
+from .fast_layers import packed_weights
+from .loop_cache import LoopCache, check_cache_strategy
+
+logger = logging.get_logger(__name__)
+
+# Arguments of `generate` that may also stand in a generation config, as a checkpoint's default.
+LOOP_ARGUMENTS = ("exit_policy", "num_loops", "cache_strategy")
+CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
+
+
+class LoopGenerationMixin:
+    """Goes before `GenerationMixin` among the bases of a looped model."""
+
+    def generate(self, *args, **kwargs):
+        """`GenerationMixin.generate` with three more arguments, which may also be set in the generation config:
+
+        exit_policy: When a token leaves a loop: a name, a policy, a dict, a callable, or a list with one per group.
+        num_loops: Loops of every group, or one number per group; with an exit policy, the most.
+        cache_strategy: `per_step` (exact) or `last_step` (less memory, approximate).
+
+        With `return_dict_in_generate=True` the output has `loop_steps` [rows, tokens - 1, groups]: the steps taken at
+        each token to predict the next one, 0 at padding. (The last token generated is not fed to the model again.)
+        """
+        _check_cache_implementation(kwargs.get("cache_implementation"))
+        with self.packed_weights():
+            return super().generate(*args, **kwargs)
+
+    def packed_weights(self):
+        """A context in which products with few rows are fast on CPU: see `fast_layers.py`. `generate` enters it."""
+        return packed_weights(self)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise ValueError(
+            "continuous batching (`generate_batch`, the paged cache) has no slots for loop steps and would give wrong "
+            "tokens: use `generate`."
+        )
+
+    continuous_batching_context_manager = init_continuous_batching
+    generate_batch = init_continuous_batching
+
+    def draft(self, num_loops: int | list[int], exit_policy: Any = None):
+        """This model with fewer loops and the same weights, to be the `assistant_model` of `generate`."""
+        draft = copy.copy(self)
+        draft.generation_config = copy.deepcopy(self.generation_config)
+        draft.generation_config.num_loops = self.config.loops_per_group(num_loops)
+        draft.generation_config.exit_policy = exit_policy
+        return draft
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        """Takes the arguments of the loops, or their defaults, out of the generation config: they go to `forward`."""
+        given = {name: kwargs.pop(name) for name in LOOP_ARGUMENTS if name in kwargs}
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        defaults = {name: generation_config.__dict__.pop(name, None) for name in LOOP_ARGUMENTS}
+        chosen = {**defaults, **given}
+        if chosen["num_loops"] is not None:
+            chosen["num_loops"] = self.config.loops_per_group(chosen["num_loops"])
+        policies = resolve_exit_policy(chosen["exit_policy"], len(self.config.loop_groups))
+        chosen["exit_policy"] = policies if any(policy is not None for policy in policies) else None
+        model_kwargs.update({name: value for name, value in chosen.items() if value is not None})
+        return generation_config, model_kwargs
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        model_kwargs.pop("cache_strategy", None)  # not for `forward`: `_prepare_cache_for_generation` takes it
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        cache_strategy = model_kwargs.pop("cache_strategy", None)
+        _check_cache_implementation(generation_config.cache_implementation)
+        check_cache_strategy(cache_strategy or self.config.cache_strategy)
+        if cache_strategy == "last_step" and generation_config.cache_implementation == "static":
+            raise ValueError("`cache_strategy='last_step'` and `cache_implementation='static'` exclude each other.")
+        max_cache_length = self._limit_length(generation_config, model_kwargs, max_cache_length)
+        makes_cache = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        if makes_cache and generation_config.cache_implementation != "static":
+            model_kwargs["past_key_values"] = LoopCache(self.config, cache_strategy)
+            return
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _prepare_static_cache(self, *args, max_cache_len: int, model_kwargs: dict[str, Any], **kwargs) -> LoopCache:
+        return LoopCache(self.config, max_cache_len=max_cache_len, num_loops=model_kwargs.get("num_loops"))
+
+    def _limit_length(self, generation_config, model_kwargs: dict[str, Any], max_cache_length: int) -> int:
+        """Ends generation at the last position that the model has, with a warning, instead of failing there."""
+        attention_mask = model_kwargs.get("attention_mask")
+        padding = 0 if attention_mask is None else int((attention_mask == 0).sum(1).min())
+        allowed = self.config.max_position_embeddings + padding
+        if max_cache_length > allowed:
+            logger.warning(
+                f"generation ends at {allowed + 1} tokens, not {generation_config.max_length}: the model has positions "
+                f"for {self.config.max_position_embeddings} (`max_position_embeddings`)."
+            )
+            generation_config.max_length -= max_cache_length - allowed
+        return min(max_cache_length, allowed)
+
+    def _get_candidate_generator(self, *args, generation_config, model_kwargs: dict[str, Any], **kwargs):
+        # An assistant that is a looped model has loops of its own, set in its own config or generation config.
+        model_kwargs = {name: value for name, value in model_kwargs.items() if name not in LOOP_ARGUMENTS}
+        generator = super()._get_candidate_generator(
+            *args, generation_config=generation_config, model_kwargs=model_kwargs, **kwargs
+        )
+        make_candidates, longest = generator.get_candidates, generation_config.max_length - 1
+
+        def get_candidates(input_ids: torch.Tensor, *args, **kwargs):
+            """Cut where generation will end: prompt lookup would go beyond the model's positions."""
+            candidates, logits = make_candidates(input_ids, *args, **kwargs)
+            candidates = candidates[:, : max(longest, input_ids.shape[1])]
+            return candidates, None if logits is None else logits[:, : candidates.shape[1] - input_ids.shape[1]]
+
+        generator.get_candidates = get_candidates
+        return generator
+
+    def _sample(self, input_ids, generation_config, **kwargs):
+        outputs = super()._sample(input_ids, generation_config=generation_config, **kwargs)
+        return self._add_loop_steps(outputs, input_ids, generation_config, kwargs)
+
+    def _assisted_decoding(self, input_ids, generation_config, **kwargs):
+        outputs = super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
+        return self._add_loop_steps(outputs, input_ids, generation_config, kwargs)
+
+    def _beam_search(self, input_ids, generation_config, **kwargs):
+        outputs = super()._beam_search(input_ids, generation_config=generation_config, **kwargs)
+        return self._add_loop_steps(outputs, input_ids, generation_config, kwargs)
+
+    def _add_loop_steps(self, outputs, input_ids: torch.Tensor, generation_config, kwargs: dict[str, Any]):
+        """Adds `loop_steps` to what `generate` returns, if that is a dict."""
+        if not isinstance(outputs, ModelOutput):
+            return outputs
+        beams = 1 if outputs.get("beam_indices") is None else generation_config.num_beams
+        real = self._real_tokens(outputs.sequences[:, :-1], input_ids, beams, generation_config, kwargs)
+        cache, policy, num_loops = outputs.past_key_values, kwargs.get("exit_policy"), kwargs.get("num_loops")
+        if beams == 1 and cache is not None and cache.loop_steps is not None:
+            steps = cache.loop_steps
+        elif kwargs.get("inputs_embeds") is not None:
+            return outputs  # the prompt is not among the sequences
+        elif policy is None:
+            steps = real.new_tensor(self.config.loops_per_group(num_loops), dtype=torch.long).expand(*real.shape, -1)
+        elif cache is None or cache.cache_strategy == "per_step":
+            # The cache, if there is one, holds the beams that ran last, not those returned. But one pass over a text
+            # takes the steps that decoding it took.
+            arguments = {"attention_mask": real.long(), "use_cache": False, "logits_to_keep": 1}
+            scored = self(outputs.sequences[:, :-1], exit_policy=policy, num_loops=num_loops, **arguments)
+            steps = scored.loop_steps
+        else:
+            return outputs
+        outputs["loop_steps"] = steps if steps.shape[1] != real.shape[1] else steps * real[..., None]
+        return outputs
+
+    def _real_tokens(self, sequences, input_ids, beams: int, generation_config, kwargs: dict[str, Any]) -> torch.Tensor:
+        """[rows, tokens]: False at padding, before a prompt and behind the end of a generated text."""
+        real = torch.ones_like(sequences, dtype=torch.bool)
+        prompt_length = input_ids.shape[1]
+        if (mask := kwargs.get("attention_mask")) is not None:
+            rows = torch.arange(sequences.shape[0], device=sequences.device)
+            if beams > 1:
+                rows = rows // generation_config.num_return_sequences * beams
+            real[:, :prompt_length] = mask[rows, :prompt_length].bool()
+        if (end_of_text := generation_config._eos_token_tensor) is not None:
+            is_end = torch.isin(sequences[:, prompt_length:], end_of_text.to(sequences.device)).long()
+            real[:, prompt_length:] = is_end.cumsum(1) == is_end
+        return real
+
+    def save_pretrained(self, *args, **kwargs):
+        """`PreTrainedModel.save_pretrained`; arguments of the loops in the generation config are saved with it."""
+        saved = self.generation_config
+        if any(getattr(saved, name, None) is not None for name in LOOP_ARGUMENTS):
+            saved.exit_policy = exit_policy_to_json(getattr(saved, "exit_policy", None))
+            resolve_exit_policy(saved.exit_policy, len(self.config.loop_groups))  # fails here rather than at every load
+            self.config.loops_per_group(getattr(saved, "num_loops", None))
+            saved._from_model_config = False  # else fields that are not transformers' own are lost on load
+        return super().save_pretrained(*args, **kwargs)
+
+
+def _check_cache_implementation(name: str | None) -> None:
+    if name not in CACHE_IMPLEMENTATIONS:
+        raise ValueError(
+            f"`cache_implementation` is {name!r}, which has no slots for loop steps and would give wrong tokens. Leave "
+            "it out, or use 'static' with fixed loops; `cache_strategy='last_step'` saves memory."
+        )
