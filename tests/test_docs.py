@@ -10,7 +10,7 @@ import pytest
 
 import training.estimate
 from evaluation import documents
-from tests.helpers import ROOT, random_ids, tiny_model
+from tests.helpers import REMOTE_CODE, ROOT, random_ids, tiny_model
 from training.card import check_card
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,3 +111,9 @@ def test_the_shipped_card_says_what_its_files_say():
 def test_the_estimate_is_what_the_command_prints(capsys):
     training.estimate.main([str(ROOT / "training/recipes/paper.yaml")])
     assert capsys.readouterr().out.strip() in (ROOT / "docs/training.md").read_text()
+
+
+def test_the_shipped_checkpoint_carries_the_code_of_the_package():
+    for name in REMOTE_CODE:
+        shipped = ROOT / "checkpoints/recurrent-gpt2-mini" / name
+        assert shipped.read_text() == (ROOT / "recurrent_gpt2" / name).read_text(), f"copy recurrent_gpt2/{name} there"
