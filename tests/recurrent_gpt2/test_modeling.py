@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers.cache_utils import DynamicCache
 
 from recurrent_gpt2 import AccelerationExit, RecurrentGPT2Model, sample_num_loops
@@ -87,7 +88,7 @@ def test_states_of_the_trajectory_are_those_of_shorter_loops():
 def test_without_a_sigma_training_always_runs_the_same_loops():
     config = tiny_config(loop_sigma=None, mean_loops=4)
     assert sample_num_loops(config) == [4, 4, 4]
-    with pytest.raises(ValueError, match="but must be whole"):
+    with pytest.raises(StrictDataclassError, match="but must be whole"):
         tiny_config(loop_sigma=None, mean_loops=4.5)
 
 
