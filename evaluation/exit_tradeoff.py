@@ -288,8 +288,8 @@ def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path
     output.mkdir(parents=True, exist_ok=True)
     if state.is_main_process:
         check_fingerprint(model, blocks, output / "fingerprint.json")
-    state.wait_for_everyone()
     done = read_results(output)
+    state.wait_for_everyone()  # all have read the same before one of them writes
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
     file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")
     with file.open("a") as lines:
