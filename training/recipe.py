@@ -1,6 +1,7 @@
 """A recipe: all that a run depends on, in one flat YAML file, any field of which the command line may override."""
 
 import difflib
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -80,6 +81,8 @@ class RecurrentTrainingArguments(TrainingArguments):
         compile: Compile each block (not the loop, so that new loop counts need no new compilation).
         resume: Go on from the newest whole checkpoint in `output_dir`.
         from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
+        muon_learning_rate: Train the matrices inside the blocks by Muon, at this rate; `learning_rate` is then that of
+            AdamW for embeddings and norms. Left out: AdamW for all.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -88,6 +91,7 @@ class RecurrentTrainingArguments(TrainingArguments):
     compile: bool = False
     resume: bool = False
     from_gpt2: str | None = None
+    muon_learning_rate: float | None = None
     geometry_loops: int = 0
     geometry_blocks: int = 4
 
@@ -96,6 +100,10 @@ class RecurrentTrainingArguments(TrainingArguments):
         for name, least in {"geometry_loops": 0, "geometry_blocks": 1}.items():
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
+        if self.muon_learning_rate is not None and not (
+            isinstance(self.muon_learning_rate, int | float) and 0 < self.muon_learning_rate < math.inf
+        ):
+            raise ValueError(f"`muon_learning_rate` is {self.muon_learning_rate!r}, but must be a number above 0.")
         if self.global_batch_size is not None:
             parts = self.world_size * self.gradient_accumulation_steps
             if self.global_batch_size % parts != 0:

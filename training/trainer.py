@@ -19,6 +19,7 @@ from recurrent_gpt2 import sample_num_loops
 
 from .card import render_card
 from .data import StreamedBlocks, collate
+from .muon import Muon
 
 
 def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
@@ -85,6 +86,31 @@ class RecurrentTrainer(Trainer):
 
     def get_decay_parameter_names(self, model) -> list[str]:
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        args = self.args
+        muon_rate = getattr(args, "muon_learning_rate", None)  # plain `TrainingArguments` have none
+        if muon_rate is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "`muon_learning_rate` needs whole matrices, and FSDP and DeepSpeed split them: leave it out."
+            )
+        # The head is an embedding too, tied or not.
+        embedding_ids = {id(module.weight) for module in self.model.modules() if isinstance(module, torch.nn.Embedding)}
+        embedding_ids.add(id(self.model.get_output_embeddings().weight))
+        parameters = [value for value in self.model.parameters() if value.requires_grad]
+        vectors = [value for value in parameters if value.ndim != 2]
+        embeddings = [value for value in parameters if value.ndim == 2 and id(value) in embedding_ids]
+        matrices = [value for value in parameters if value.ndim == 2 and id(value) not in embedding_ids]
+        adam = {"lr": args.learning_rate}
+        groups = [
+            {"params": matrices, "weight_decay": args.weight_decay, "lr": muon_rate, "orthogonal": True},
+            {"params": embeddings, "weight_decay": args.weight_decay, **adam},
+            {"params": vectors, "weight_decay": 0.0, **adam},
+        ]
+        self.optimizer = Muon(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        return self.optimizer
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
