@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm.auto import tqdm
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
@@ -39,6 +40,9 @@ from recurrent_gpt2 import (
 
 LOOPS = 12
 APPLICATIONS = 56  # of layers: 8 that are not looped, and 4 that are
+# What can't be fused away, as the profiler names it.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass
@@ -64,6 +68,15 @@ class Ratio:
     @property
     def goal(self) -> str:
         return "" if self.reach is None else f"{'at least' if self.is_speed else 'at most'} {self.reach:g}"
+
+
+@dataclass
+class Share:
+    """Of the time of `what`, the parts in matrix products and in attention: fusing can win the rest at most."""
+
+    what: str
+    products: float
+    attention: float
 
 
 Timed = tuple[str, Callable[[], object]]
@@ -111,7 +124,12 @@ def looped() -> RecurrentGPT2ForCausalLM:
 @cache
 def gpt2(layers: int = APPLICATIONS) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_positions=512, use_cache=True)).eval()
+    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # as ours
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_positions=512, use_cache=True, **no_dropout)).eval()
+
+
+def new_model() -> RecurrentGPT2ForCausalLM:
+    return RecurrentGPT2ForCausalLM(RecurrentGPT2Config()).train()
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
@@ -196,7 +214,7 @@ def decoding_one(rounds: int) -> Iterator[Ratio]:
         )  # fmt: skip
     yield compare_times(
         ("decode, batch 1, context 64", decoder(looped(), 1, 64)),
-        ("the bare matrices", bare_matrices(looped())), rounds, 1.15, work=(4, 1),
+        ("bare F.linear of the same matrices", bare_matrices(looped())), rounds, 1.15, work=(4, 1),
     )  # fmt: skip
 
 
@@ -280,13 +298,10 @@ def training(rounds: int) -> Iterator[Ratio]:
 
         return step
 
-    def new_model() -> RecurrentGPT2ForCausalLM:
-        return RecurrentGPT2ForCausalLM(RecurrentGPT2Config()).train()
-
     eager, peer = step_of(new_model(), num_loops=LOOPS), GPT2LMHeadModel(gpt2().config).train()
     yield compare_times(
-        ("training step", eager), ("GPT-2, 56 layers", step_of(peer, use_cache=False)), _few(rounds), 1.0, True,
-        warm=rounds > 3,
+        ("training step, gradients through 8 of 12 loops", eager),
+        ("GPT-2, 56 layers", step_of(peer, use_cache=False)), _few(rounds), 1.0, True, warm=rounds > 3,
     )  # fmt: skip
     del peer
     compiled = new_model()
@@ -294,6 +309,27 @@ def training(rounds: int) -> Iterator[Ratio]:
         layer.compile(dynamic=False)
     step = step_of(compiled, num_loops=LOOPS)
     yield compare_times(("training step, compiled", step), ("eager", eager), _few(rounds), 1.25, True)
+
+
+def shares_of_products() -> Iterator[Share]:
+    model, ids = new_model(), token_ids(4, 128)
+
+    def step() -> None:
+        model(ids, labels=ids, num_loops=LOOPS).loss.backward()
+
+    for name, function in (
+        ("training step", step),
+        ("prefill, 512 tokens", prefiller(looped(), token_ids(1, 512))),
+        ("decode, batch 1, context 64", decoder(looped(), 1, 64)),
+        ("decode, batch 8, context 64", decoder(looped(), 8, 64)),
+    ):
+        function()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("between operators"):
+            function()
+        times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+        products = sum(times.get(product, 0) for product in PRODUCTS)
+        attention = times.get(ATTENTION, 0) + times.get(f"{ATTENTION}_backward", 0)
+        yield Share(name, products / sum(times.values()), attention / sum(times.values()))
 
 
 def growing(rounds: int) -> Iterator[Ratio]:
@@ -360,9 +396,9 @@ def in_fresh_process(code: str) -> float:
 def loading(rounds: int, folder: Path) -> list[Ratio]:
     """Import and load time of fresh processes, against GPT-2 (12 layers)."""
     results = []
-    for name, template in (("import", IMPORT), ("load", LOAD)):
+    for name, template, count in (("import", IMPORT, rounds), ("load", LOAD, _few(rounds))):
         pairs = []
-        for _ in tqdm(range(rounds), desc=name, unit=" rounds"):
+        for _ in tqdm(range(count), desc=name, unit=" rounds"):
             ours = in_fresh_process(template.format(module=OURS, folder=str(folder / "ours")))
             pairs.append((ours, in_fresh_process(template.format(module=THEIRS, folder=str(folder / "gpt2")))))
         seconds = np.array(pairs)
@@ -398,51 +434,78 @@ def memory(folder: Path) -> list[Memory]:
     return results
 
 
-def print_tables(ratios: list[Ratio], memories: list[Memory]) -> None:
+@dataclass
+class Findings:
+    rounds: int
+    machine: str = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    torch_version: str = torch.__version__
+    ratios: list[Ratio] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+
+    def write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def measure(found: Findings, names: list[str]) -> Iterator[None]:
+    """Adds to the findings, with a pause after each addition."""
+    with looped().packed_weights():  # as in `generate`
+        for name in (name for name in MEASUREMENTS if name in names):
+            for ratio in MEASUREMENTS[name](found.rounds):
+                found.ratios.append(ratio)
+                yield
+            gc.collect()
+        for share in shares_of_products() if "shares" in names else ():
+            found.shares.append(share)
+            yield
+    if "loading" in names:
+        with tempfile.TemporaryDirectory() as temporary:
+            looped().save_pretrained(f"{temporary}/ours")
+            gpt2(12).save_pretrained(f"{temporary}/gpt2")
+            found.ratios += loading(found.rounds, Path(temporary))
+            yield
+            found.memory += memory(Path(temporary))
+            yield
+
+
+def print_tables(found: Findings) -> None:
     table = Table("measured", "against", "ratio", "range", "reach", "", "ms", "ms against")
     marks = {None: "", True: "reached", False: "missed"}
-    for r in ratios:
+    for r in found.ratios:
         table.add_row(
             r.what, r.against, f"{r.ratio:.3f}", f"{r.lowest:.3f}-{r.highest:.3f}", r.goal, marks[r.is_reached],
             f"{r.milliseconds:.1f}", f"{r.milliseconds_against:.1f}",
         )  # fmt: skip
     console = Console(width=160)
     console.print(table)
-    if memories:
+    if found.shares:
+        table = Table("share of time", "in matrix products", "in attention")
+        for share in found.shares:
+            table.add_row(share.what, f"{share.products:.0%}", f"{share.attention:.0%}")
+        console.print(table)
+    if found.memory:
         table = Table("512 tokens", "bytes of the cache", "peak MiB of the process")
-        for m in memories:
+        for m in found.memory:
             table.add_row(m.what, f"{m.cache_bytes:,}", f"{m.peak_mib:.0f}")
         console.print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*MEASUREMENTS, "loading"]
+    names = [*MEASUREMENTS, "shares", "loading"]
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="three rounds, and one of what takes long")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
     options = parser.parse_args(arguments)
-    rounds = 3 if options.quick else options.rounds
-    ratios: list[Ratio] = []
-    memories: list[Memory] = []
-    with looped().packed_weights():  # as in `generate`
-        for name, measure in MEASUREMENTS.items():
-            if name in options.only:
-                ratios += measure(rounds)
-                gc.collect()
-    if "loading" in options.only:
-        with tempfile.TemporaryDirectory() as temporary:
-            looped().save_pretrained(f"{temporary}/ours")
-            gpt2(12).save_pretrained(f"{temporary}/gpt2")
-            ratios += loading(_few(rounds), Path(temporary))
-            memories = memory(Path(temporary))
-    print_tables(ratios, memories)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads", "torch": torch.__version__}
-        written = machine | {"ratios": [asdict(r) for r in ratios], "memory": [asdict(m) for m in memories]}
-        options.output.write_text(json.dumps(written, indent=1) + "\n")
+    found = Findings(rounds=3 if options.quick else options.rounds)
+    try:
+        for _ in measure(found, options.only):
+            if options.output is not None:  # nothing is lost if it is stopped
+                found.write(options.output)
+    finally:
+        print_tables(found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The paper's claims, each beside what was measured here and a plain verdict.
 
-What a verdict takes is fixed in this file, before the model is measured.
+What a verdict takes is fixed in this file, and not changed to suit a model that it is then applied to.
 """
 
 from dataclasses import dataclass

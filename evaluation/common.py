@@ -1,13 +1,16 @@
-"""What the commands of evaluation share: loading a checkpoint, and cutting text into blocks."""
+"""What the commands of evaluation share: loading a checkpoint, cutting text into blocks, lines that outlive a crash."""
 
+import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recurrent_gpt2 import RecurrentGPT2ForCausalLM
+from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 from training.data import Packer, Source, is_validation
 
 
@@ -21,6 +24,12 @@ def load_checkpoint(name: str | Path) -> tuple[RecurrentGPT2ForCausalLM, PreTrai
     if not model.config.loop_groups:
         raise ValueError(f"the model {name} has no loop groups: there is nothing to evaluate.")
     return model, tokenizer
+
+
+def mean_depth(loop_steps: torch.Tensor, config: RecurrentGPT2Config) -> torch.Tensor:
+    """[..., groups] -> [...]: the mean steps of a looped layer. Groups count by their layers."""
+    layers = torch.tensor([len(group) for group in config.loop_groups], dtype=torch.float64)
+    return loop_steps.double() @ (layers / layers.sum())
 
 
 def held_out_documents(source: Source, validation_fraction: float | None) -> Iterator[str]:
@@ -51,3 +60,23 @@ def blocks_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_si
             f"the text has no full block of {block_size} tokens: give more text or a smaller `--block_size`."
         )
     return torch.from_numpy(np.stack(blocks[:limit])).long()
+
+
+@contextmanager
+def appended(file: Path) -> Iterator[TextIO]:
+    """A file of lines, opened to add to it; a line that a crash cut short is ended first."""
+    with file.open("a+") as lines:
+        lines.seek(0)
+        written = lines.read()
+        if written and not written.endswith("\n"):
+            lines.write("\n")
+        yield lines
+
+
+def read_lines(file: Path) -> list[Any]:
+    """The JSON lines of a file, but for one that a crash cut short."""
+    values = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with suppress(ValueError):
+            values.append(json.loads(line))
+    return values

@@ -6,7 +6,6 @@ each other in a table, and writes the report of the checkpoint to a page for the
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,12 +18,12 @@ from tqdm.auto import tqdm
 
 from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, StepNormExit
 
-from .common import load_checkpoint
+from .common import load_checkpoint, mean_depth
 from .exit_tradeoff import PAPER_THRESHOLDS, Result, Setting, score
 from .figures import PAPER_RULES
 from .report import Settings, blocks_by_seed, make_report
 
-# From few loops to many; the mean of all groups.
+# From few loops to many; the mean of all looped layers.
 COLORS = ("grey50", "cyan", "green", "yellow", "orange1", "red")
 POLICIES = (FixedLoops(), StepNormExit(normalize="state"), AccelerationExit(normalize="state"), KLExit())
 
@@ -46,7 +45,7 @@ def continue_text(
     )  # fmt: skip
     elapsed = time.perf_counter() - started
     # The loops at a token predict the next one, so a new token has those of the token before it.
-    loops = output.loop_steps[0, ids.shape[1] - 1 :].float().mean(-1)
+    loops = mean_depth(output.loop_steps[0, ids.shape[1] - 1 :], model.config)
     text = Text(prompt, style="bold")
     for token, taken in zip(output.sequences[0, ids.shape[1] :], loops, strict=True):
         text.append(tokenizer.decode(token), style=color_of(taken.item(), most))
@@ -75,8 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
     parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
-    if (options.output / "report.json").exists():
-        shutil.rmtree(options.output)  # of an earlier demo
     model, tokenizer = load_checkpoint(options.checkpoint)
     console = Console(highlight=False)
     most = max(model.config.loops_per_group(getattr(model.generation_config, "num_loops", None)))

@@ -1,8 +1,8 @@
 """Fills the tables of README.md and docs/ from the files that the commands wrote: `python -m evaluation.documents`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
-`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`)
-and `ngrams.json` (of `evaluation.ngrams`).
+`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
+`ngrams.json` (of `evaluation.ngrams`) and `controls.json` (of `evaluation.controls`).
 """
 
 import json
@@ -42,6 +42,12 @@ def benchmark_table() -> Table:
     return Table("", ["measured", "against", "median", "range", "goal", "reached"], rows)
 
 
+def shares_table() -> Table:
+    shares = read("benchmark.json")["shares"]
+    rows = [[share["what"], f"{share['products']:.0%}", f"{share['attention']:.0%}"] for share in shares]
+    return Table("", ["share of time", "in matrix products", "in attention"], rows)
+
+
 def memory_table() -> Table:
     rows = [
         [m["what"], f"{m['cache_bytes'] / 1e6:.1f}", f"{m['peak_mib']:.0f}"] for m in read("benchmark.json")["memory"]
@@ -59,6 +65,26 @@ def baselines_table() -> Table:
         for kind in ("unigram", "bigram")
     ]
     return Table("", ["model", "validation loss (nats)"], [*rows, ["recurrent-gpt2-mini", f"{final:.3f}"]])
+
+
+def controls_table() -> Table:
+    def shown(values: list[float | None] | None, form: str) -> str:
+        return "" if values is None else ", ".join("-" if value is None else form.format(value) for value in values)
+
+    rows = [
+        [
+            control["name"],
+            f"{control['eval_loss']:.3f}",
+            str(control["geometry_step"] or ""),
+            shown(control["steps_to_shrink"], "{}"),
+            shown(control["cosines"], "{:+.2f}"),
+            shown(control["drift_as_printed"], "{:.1f}"),
+            shown(control["drift_net"], "{:.1f}"),
+        ]
+        for control in read("reproduction/controls.json")
+    ]
+    of_loops = ["geometry of step", "steps to a tenth", "late cosines", "DLR as printed", "DLR, net move"]
+    return Table("", ["trained", "validation loss", *of_loops], rows)
 
 
 def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = False) -> Callable[[], Table]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
 from training.data import Source
 from training.estimate import forward_flops
 
-from .common import held_out_documents, load_checkpoint, spread_blocks
+from .common import appended, held_out_documents, load_checkpoint, mean_depth, read_lines, spread_blocks
 
 PAPER_THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
 # A rule is swept over a range that takes it from never to at once: the paper's thresholds and a denser grid.
@@ -89,6 +90,7 @@ class Result:
     std_steps: list[float]
     flops_per_token: float  # decoding for the rule included
     sequence_losses: list[float]  # mean cross-entropy of every block, for paired comparisons
+    sequence_depths: list[float]  # and mean steps of a looped layer
     ms_per_token: dict[str, float] = field(default_factory=dict)  # batch size -> median
     group_sizes: list[int] | None = None  # layers of each group
 
@@ -101,20 +103,20 @@ class Result:
         return json.dumps({**vars(self), "setting": vars(self.setting)})
 
     @classmethod
-    def from_json(cls, line: str) -> "Result":
-        values = json.loads(line)
+    def from_dict(cls, values: dict[str, Any]) -> "Result":
         return cls(**{**values, "setting": Setting(**values["setting"])})
 
 
 @torch.no_grad()
 def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Setting, batch_size: int = 8) -> Result:
     """Quality and steps of a setting, in one adaptive pass over each block."""
-    losses, steps = [], []
+    losses, steps, depths = [], [], []
     for batch in blocks.to(model.device).split(batch_size):
         output = model(batch, exit_policy=setting.exit_policy, num_loops=setting.num_loops, use_cache=False)
         logits = output.logits[:, :-1].float().transpose(1, 2)
         losses.append(torch.nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none").double().mean(1))
         steps.append(output.loop_steps.flatten(0, 1).double())
+        depths.append(mean_depth(output.loop_steps, model.config).mean(1))
     losses, steps = torch.cat(losses), torch.cat(steps)
     mean = losses.mean().item()
     return Result(
@@ -125,6 +127,7 @@ def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Settin
         std_steps=steps.std(0, correction=0).tolist(),
         flops_per_token=flops_per_token(model.config, setting, steps.mean(0).tolist(), blocks.shape[1] // 2),
         sequence_losses=losses.tolist(),
+        sequence_depths=torch.cat(depths).tolist(),
         group_sizes=[len(group) for group in model.config.loop_groups],
     )
 
@@ -148,8 +151,7 @@ def measure_times(
 ) -> None:
     """Sets `ms_per_token`: all settings in turn, round after round, on the same prompts; medians. Each time is a line
     of `file`, and what is there already is not measured again. Batch 1 takes the first prompts one by one."""
-    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    times = {(size, turn, Setting(**setting)): ms for size, turn, setting, ms in known}
+    times = {(size, turn, Setting(**setting)): ms for size, turn, setting, ms in read_lines(file)}
     places = [(size, turn, r.setting) for size in batch_sizes for turn in range(rounds) for r in results]
     todo = [place for place in places if place not in times]
 
@@ -161,7 +163,7 @@ def measure_times(
 
     if todo:
         generate(prompts[:1], results[0].setting)  # the first call is slower
-    with file.open("a") as lines:
+    with appended(file) as lines:
         for size, turn, setting in tqdm(todo, desc="generation", unit=" runs"):
             batches = prompts[:2].split(1) if size == 1 else [prompts[:size]]
             started = time.perf_counter()
@@ -193,6 +195,7 @@ def pool(repetitions: list[list[Result]]) -> list[Result]:
                 std_steps=np.sqrt((spreads**2).mean(0) + means.var(0)).tolist(),
                 flops_per_token=float(np.mean([r.flops_per_token for r in results])),
                 sequence_losses=losses,
+                sequence_depths=[depth for result in results for depth in result.sequence_depths],
                 ms_per_token=results[0].ms_per_token,
                 group_sizes=results[0].group_sizes,
             )
@@ -213,11 +216,8 @@ def read_results(output: Path) -> dict[Setting, Result]:
     """All results of a sweep so far, whichever process wrote them."""
     results = {}
     for file in sorted(output.glob("tradeoff*.jsonl")):
-        for line in file.read_text().splitlines():
-            try:
-                result = Result.from_json(line)
-            except ValueError:  # a line cut short
-                continue
+        for values in read_lines(file):
+            result = Result.from_dict(values)
             known = results.get(result.setting)
             if known is None or result.ms_per_token:
                 results[result.setting] = result
@@ -239,28 +239,31 @@ def compare(results: list[Result], seed: int = 0) -> list[Comparison]:
     """Every adaptive result beside fixed depth at its mean steps, sequence by sequence.
 
     Fixed depth between two whole depths is the line between them, as if a share of the texts had the one and the rest
-    the other.
+    the other. Intervals are of a bootstrap over sequences, in which the rule's mean steps vary as its losses do.
     """
     fixed = sorted((r for r in results if r.setting.rule == "fixed"), key=lambda r: r.mean_depth)
-    depths = np.array([result.mean_depth for result in fixed])
-    losses = np.array([result.sequence_losses for result in fixed])  # [depths, sequences]
-    comparisons = []
+    everything, comparisons = np.arange(len(fixed[0].sequence_losses)), []
     for result in results:
-        if result.setting.rule == "fixed" or not depths[0] <= result.mean_depth <= depths[-1]:
+        if result.setting.rule == "fixed" or not fixed[0].mean_depth <= result.mean_depth <= fixed[-1].mean_depth:
             continue
-        upper = min(max(int(np.searchsorted(depths, result.mean_depth)), 1), len(depths) - 1)
-        share = (result.mean_depth - depths[upper - 1]) / (depths[upper] - depths[upper - 1])
-        matched = (1 - share) * losses[upper - 1] + share * losses[upper]
-        differences = np.array(result.sequence_losses) - matched
-        low = high = differences.mean()
-        if len(differences) > 1 and differences.std() > 0:
-            random = np.random.default_rng(seed)
-            interval = bootstrap((differences,), np.mean, n_resamples=2000, method="percentile", rng=random)
-            low, high = interval.confidence_interval
-        comparisons.append(
-            Comparison(result.setting, result.mean_depth, float(differences.mean()), float(low), float(high))
-        )
+        difference = partial(difference_from_fixed, result=result, fixed=fixed)
+        mean = low = high = float(difference(everything))
+        if len(everything) > 1:
+            how = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(seed)}
+            low, high = bootstrap((everything,), difference, vectorized=True, **how).confidence_interval
+        comparisons.append(Comparison(result.setting, result.mean_depth, mean, float(low), float(high)))
     return comparisons
+
+
+def difference_from_fixed(sequences: np.ndarray, result: Result, fixed: list[Result], axis: int = -1) -> np.ndarray:
+    """Of sets of sequences [..., n]: a rule's mean loss minus that of fixed depth at the rule's mean steps there."""
+    depths = np.array([r.mean_depth for r in fixed])
+    losses = np.array([r.sequence_losses for r in fixed])  # [depths, sequences]
+    mean_depths = np.array(result.sequence_depths)[sequences].mean(axis)
+    upper = np.clip(np.searchsorted(depths, mean_depths), 1, len(depths) - 1)
+    share = (mean_depths - depths[upper - 1]) / (depths[upper] - depths[upper - 1])
+    below, above = (losses[place[..., None], sequences].mean(axis) for place in (upper - 1, upper))
+    return np.array(result.sequence_losses)[sequences].mean(axis) - (1 - share) * below - share * above
 
 
 def processes() -> PartialState:
@@ -292,7 +295,7 @@ def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path
     state.wait_for_everyone()  # all have read the same before one of them writes
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
     file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")
-    with file.open("a") as lines:
+    with appended(file) as lines:
         for setting in tqdm(mine, desc="scoring", unit=" settings", disable=not state.is_main_process):
             lines.write(score(model, blocks, setting, batch_size).to_json() + "\n")
             lines.flush()
@@ -329,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
     if processes().is_main_process and options.rounds > 0 and untimed:
         prompts = blocks[:, : max(block_size // 4, 1)].repeat(-(-8 // len(blocks)), 1)[:8]
         measure_times(model, prompts, results, options.output / "times.jsonl", rounds=options.rounds)
-        with (options.output / "tradeoff.jsonl").open("a") as lines:
+        with appended(options.output / "tradeoff.jsonl") as lines:
             lines.writelines(result.to_json() + "\n" for result in results)
         (options.output / "times.jsonl").unlink()
     if processes().is_main_process:

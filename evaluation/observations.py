@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM
 
+from .common import mean_depth
 from .geometry import LoopGeometry
 
 
@@ -62,7 +63,7 @@ def last_step_cost(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor) -> Cac
 
 @dataclass
 class TokenDepth:
-    """A token type, and the steps that it took on average over its occurrences and groups."""
+    """A token type, and the steps that it took on average over its occurrences and looped layers."""
 
     token: str
     count: int
@@ -82,10 +83,9 @@ def token_depths(
     steps: dict[int, list[float]] = defaultdict(list)
     for batch in blocks.split(8):
         output = model(batch, exit_policy=exit_policy, num_loops=num_loops, use_cache=False)
-        for token, taken in zip(
-            batch.flatten().tolist(), output.loop_steps.flatten(0, 1).float().mean(-1), strict=True
-        ):
-            steps[token].append(taken.item())
+        depths = mean_depth(output.loop_steps.flatten(0, 1), model.config)
+        for token, depth in zip(batch.flatten().tolist(), depths.tolist(), strict=True):
+            steps[token].append(depth)
     depths = [
         TokenDepth(tokenizer.decode([token]), len(taken), sum(taken) / len(taken))
         for token, taken in steps.items()
@@ -119,11 +119,12 @@ def continue_blocks(
         prompt = row[: min(24, len(row) // 2)][None]
         torch.manual_seed(seed)
         output = model.generate(
-            prompt, max_new_tokens=new_tokens, do_sample=True, temperature=0.8, top_p=0.95, exit_policy=exit_policy,
-            num_loops=num_loops, return_dict_in_generate=True, pad_token_id=tokenizer.eos_token_id,
+            prompt, max_new_tokens=new_tokens, do_sample=True, temperature=0.8, top_p=0.95, top_k=0,
+            exit_policy=exit_policy, num_loops=num_loops, return_dict_in_generate=True,
+            pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
         new = output.sequences[0, prompt.shape[1] :]
         # The loops at a token predict the next one, so a new token has those of the token before it.
-        steps = output.loop_steps[0, prompt.shape[1] - 1 :].float().mean(-1)
+        steps = mean_depth(output.loop_steps[0, prompt.shape[1] - 1 :], model.config)
         samples.append(Sample(tokenizer.decode(prompt[0]), [tokenizer.decode([t]) for t in new], steps.tolist()))
     return samples

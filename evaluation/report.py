@@ -8,8 +8,8 @@ paper's claims, and writes
 - `report.md`: the same in Markdown, beside `figures/`;
 - `report.json`: all numbers; `results.json` and `tradeoff.png`: what a model card is made from.
 
-A seed has its own start noise and its own blocks of text. What is measured is written at once: a report that was
-interrupted goes on where it stopped.
+A seed has its own start noise and its own blocks of text. The sweeps, which take most of the time, are written as they
+go: a report that was interrupted goes on with them where it stopped.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def default_policy(model: RecurrentGPT2ForCausalLM, results: list[Result]) -> An
 
 def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:
     return {
-        source["name"]: [[Result.from_json(json.dumps(r)) for r in part] for part in source["results"]]
+        source["name"]: [[Result.from_dict(r) for r in part] for part in source["results"]]
         for source in report["sources"]
     }
 
@@ -363,7 +363,8 @@ def write_report(report: dict[str, Any], output: Path) -> Path:
     )  # fmt: skip
     sections = sections_of(report, figures)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True)
-    environment.filters["strong"] = lambda cell: cell.removeprefix("**").removesuffix("**")
+    environment.filters["plain"] = lambda text: text.replace("**", "").replace("`", "")
+    environment.filters["code"] = lambda cell: cell.removeprefix("`` ").removesuffix(" ``")
     images = {name: base64.b64encode(path.read_bytes()).decode() for name, path in figures.items()}
     most = max((step for sample in report["samples"] for step in sample["steps"]), default=1)
     values = {"report": report, "sections": sections, "captions": CAPTIONS, "images": images, "most": most}

@@ -40,7 +40,7 @@ def render_card(
         data,
         template_path=str(TEMPLATE),
         model_name=name,
-        repo=repo or str(checkpoint),
+        repo=repo or name,
         groups=", ".join(f"layers {group[0]}-{group[-1]}" if len(group) > 1 else f"layer {group[0]}"
                          for group in config["loop_groups"]) or "none",
         num_layers=config["num_hidden_layers"],

@@ -1,10 +1,10 @@
-"""Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for embeddings and norms."""
+"""Muon (Jordan et al., 2024) for the matrices between states, AdamW for embeddings and norms."""
 
 import math
 
 import torch
 
-# Of the quintic iteration of Jordan et al.: they take every singular value to somewhere between 0.7 and 1.2.
+# Of the quintic iteration of Jordan et al.: five steps take all but very small singular values to about 0.7 to 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
@@ -17,7 +17,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict], momentum: float = 0.95, betas: tuple[float, float] = (0.9, 0.95), eps=1e-8):
-        super().__init__(groups, {"orthogonal": False, "momentum": momentum, "betas": betas, "eps": eps})
+        defaults = {"lr": 1e-3, "weight_decay": 0.0, "orthogonal": False}
+        super().__init__(groups, {**defaults, "momentum": momentum, "betas": betas, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure=None):

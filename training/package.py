@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,26 @@ def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] |
             raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
     measured = json.loads((report / "report.json").read_text())
     policy = exit_policy or measured["policy"]
-    if output.resolve() in (run.resolve(), report.resolve()):
-        raise ValueError(f"`--output` is {output}, but must be a folder of its own.")
+    if any(folder.resolve().is_relative_to(output.resolve()) for folder in (run, report)):
+        raise ValueError(f"`--output` is {output}, but must be a folder of its own: it is replaced.")
     if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
         raise FileExistsError(f"`--output` {output} is not empty, and is no checkpoint to replace.")
     model = RecurrentGPT2ForCausalLM.from_pretrained(run)
     if policy is not None:
         model.generation_config.exit_policy = ExitPolicy.from_dict(policy).to_dict()
         model.generation_config.num_loops = measured["cap"]
-    shutil.rmtree(output, ignore_errors=True)
-    model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(run).save_pretrained(output)
-    for folder, names in ((run, FROM_RUN), (report, FROM_REPORT)):
-        for name in names:
-            shutil.copy(folder / name, output / name)
-    render_card(output).save(output / "README.md")
-    check_folder(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as temporary:  # what is there stays until all is made
+        made = Path(temporary) / output.name
+        model.save_pretrained(made)
+        AutoTokenizer.from_pretrained(run).save_pretrained(made)
+        for folder, names in ((run, FROM_RUN), (report, FROM_REPORT)):
+            for name in names:
+                shutil.copy(folder / name, made / name)
+        render_card(made).save(made / "README.md")
+        check_folder(made)
+        shutil.rmtree(output, ignore_errors=True)
+        made.rename(output)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ its card is compared with its result files. Only what a user needs is uploaded: 
 import argparse
 import fnmatch
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,9 +69,12 @@ def check_folder(checkpoint: Path, repo: str | None = None) -> list[Path]:
 
 
 def write_card(checkpoint: Path, repo: str, **metadata) -> None:
-    """Writes the card where there is none; one that is there, perhaps edited, stays."""
-    if (checkpoint / "config.json").exists() and not (checkpoint / "README.md").exists():
-        render_card(checkpoint, repo, **metadata).save(checkpoint / "README.md")
+    """Writes the card where there is none; one that is there, perhaps edited, stays, but for the name to load by."""
+    card = checkpoint / "README.md"
+    if card.exists():
+        card.write_text(re.sub(r'^(repo, revision = )".*?"', rf'\1"{repo}"', card.read_text(), flags=re.MULTILINE))
+    elif (checkpoint / "config.json").exists():
+        render_card(checkpoint, repo, **metadata).save(card)
 
 
 def push(checkpoint: Path, repo: str, files: list[Path], private: bool = False, revision: str | None = None) -> str:

@@ -81,8 +81,8 @@ class RecurrentTrainingArguments(TrainingArguments):
         compile: Compile each block (not the loop, so that new loop counts need no new compilation).
         resume: Go on from the newest whole checkpoint in `output_dir`.
         from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
-        muon_learning_rate: Train the matrices inside the blocks by Muon, at this rate; `learning_rate` is then that of
-            AdamW for embeddings and norms. Left out: AdamW for all.
+        muon_learning_rate: Train the matrices of blocks and loop inputs by Muon, at this rate; `learning_rate` is then
+            that of AdamW for embeddings and norms. Left out: AdamW for all.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -149,6 +149,9 @@ def make_recipe(settings: dict[str, Any]) -> Recipe:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"a recipe has no field {name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
+    for f in (f for part in parts for f in fields(part) if f.type in (bool, "bool") and f.name in settings):
+        if not isinstance(settings[f.name], bool):  # a word would count as true
+            raise ValueError(f"`{f.name}` is {settings[f.name]!r}, but must be true or false.")
     if isinstance(settings.get("sources"), str | dict):
         settings = {**settings, "sources": [settings["sources"]]}
     data, training = (

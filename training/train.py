@@ -21,7 +21,7 @@ from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 from .data import BlockMaker, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
 from .recipe import Recipe, RecurrentTrainingArguments, load_recipe
 from .tokenizer import load_tokenizer, train_tokenizer
-from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint
+from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,11 @@ def run(recipe: Recipe) -> RecurrentTrainer:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
     describe(model, args)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if checkpoint is not None and steps_of(checkpoint) >= args.max_steps > 0:  # the stock trainer would add a step
+        logger.info(f"{checkpoint} is of the last step already: raise `max_steps` to train on.")
+        trainer.take_up(checkpoint)
+    else:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model()
     trainer.save_state()
     logger.info(f"saved to {args.output_dir}")

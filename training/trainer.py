@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from evaluation.geometry import LoopGeometry
@@ -62,6 +63,13 @@ class RecurrentTrainer(Trainer):
             self.args.ignore_data_skip = True
             self._random_state_of = resume_from_checkpoint
         return super().train(resume_from_checkpoint, **kwargs)
+
+    def take_up(self, checkpoint: Path) -> None:
+        """Weights and log of a run's last checkpoint, as if the run had just ended there."""
+        self._load_from_checkpoint(str(checkpoint))
+        run = Path(self.args.output_dir)  # its log has a few lines more, if it came to be written
+        is_whole = (run / TRAINER_STATE_NAME).exists() and steps_of(run) == steps_of(checkpoint)
+        self.state = TrainerState.load_from_json(str((run if is_whole else checkpoint) / TRAINER_STATE_NAME))
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         step, micro_step = self._micro_step
@@ -119,6 +127,8 @@ class RecurrentTrainer(Trainer):
             logs["perplexity"] = _perplexity(logs["loss"])
             logs["tokens_seen"] = (before[-1] if before else 0) + self._tokens_since_log
             logs["tokens_per_second"] = self._tokens_since_log / (now - then)
+            if self.optimizer.param_groups[0].get("orthogonal"):  # the stock trainer logs the rate of the first group
+                logs["muon_learning_rate"], logs["learning_rate"] = (g["lr"] for g in self.optimizer.param_groups[:2])
             for group, counts in enumerate(zip(*self._drawn, strict=True)):
                 logs[f"loops_group_{group}"] = sum(counts) / len(counts)
             self._drawn, self._last_log, self._tokens_since_log = [], now, 0
@@ -159,9 +169,9 @@ class GeometryCallback(TrainerCallback):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             # A resumed run measures again what came after its checkpoint.
             lines = self.file.read_text().splitlines() if self.file.exists() and state.global_step > 0 else []
-            kept = [line for line in lines if _step_of(line) < max(state.global_step, 1)]
+            kept = [line for line in lines if _step_of(line) <= state.global_step]
             self.file.write_text("".join(line + "\n" for line in kept))
-        if state.global_step == 0 or _is_log_spaced(state.global_step):
+        if state.global_step == 0:
             self._measure(state, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
@@ -205,6 +215,10 @@ def is_whole(checkpoint: Path) -> bool:
         return False
     has_optimizer = any(checkpoint.glob("optimizer*")) or any(checkpoint.glob("global_step*"))  # the latter: DeepSpeed
     return has_optimizer and any(checkpoint.glob("rng_state*.pth"))
+
+
+def steps_of(folder: Path) -> int:
+    return json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
 
 
 def stream_position(checkpoint: Path) -> dict[str, Any] | None:

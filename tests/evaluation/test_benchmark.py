@@ -5,7 +5,7 @@ import torch
 
 from evaluation import benchmark
 from evaluation.benchmark import Ratio, compare_times
-from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+from recurrent_gpt2 import RecurrentGPT2Config
 from tests.helpers import random_ids, tiny_model
 
 
@@ -95,6 +95,20 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
     assert "threads" in written["machine"]
 
 
+def test_the_shares_of_products_are_shares(monkeypatch):
+    model = tiny_model(hidden_size=256, num_attention_heads=4)
+    monkeypatch.setattr(benchmark, "looped", lambda: model)
+    monkeypatch.setattr(benchmark, "new_model", lambda: tiny_model(hidden_size=256, num_attention_heads=4).train())
+    monkeypatch.setattr(benchmark, "token_ids", lambda batch, length: random_ids(batch, min(length, 16)))
+    for with_products in (benchmark.PRODUCTS, ()):
+        monkeypatch.setattr(benchmark, "PRODUCTS", with_products)
+        with model.packed_weights():
+            shares = list(benchmark.shares_of_products())
+        assert len(shares) == 4
+        assert all(0 < share.products < 1 if with_products else share.products == 0 for share in shares)
+        assert all(0 < share.attention < 1 - share.products for share in shares)
+
+
 def test_fresh_processes_import_and_load(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "ours")
     benchmark.GPT2LMHeadModel(benchmark.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)).save_pretrained(
@@ -102,6 +116,5 @@ def test_fresh_processes_import_and_load(tmp_path, monkeypatch):
     )
     imported, loaded = benchmark.loading(1, tmp_path)
     assert (imported.what, loaded.what) == ("import", "load")
-    assert imported.ratio > 0
-    assert loaded.ratio > 0
-    assert RecurrentGPT2ForCausalLM.__name__ in benchmark.OURS
+    assert imported.milliseconds > 100  # torch and transformers alone
+    assert loaded.milliseconds > 0.1

@@ -23,7 +23,9 @@ def result(rule, threshold, losses, depth, ms=None, num_loops=24):
     policy = None if rule == "fixed" else json.dumps({"name": rule, "threshold": threshold})
     mean = sum(losses) / len(losses)
     times = {} if ms is None else {"1": ms}
-    return Result(Setting(rule, policy, num_loops), mean, 1.0, [depth], [0.0], 1.0, losses, times)
+    return Result(
+        Setting(rule, policy, num_loops), mean, 1.0, [depth], [0.0], 1.0, losses, [depth] * len(losses), times
+    )
 
 
 FIXED = [result("fixed", None, [6.0, 6.2], 1, num_loops=1), result("fixed", None, [5.0, 5.2], 24)]
@@ -129,7 +131,8 @@ def of_many(setting, differences=None):
     """The result with 16 sequences; those of a rule differ from fixed depth at 12.5 steps by `differences`."""
     middle = [5.5 if differences is None else 5.5 + differences + 0.001 * place for place in range(16)]
     losses = middle if differences is not None else [setting.sequence_losses[0]] * 16
-    return Result(**{**vars(setting), "sequence_losses": losses})
+    depths = [setting.sequence_depths[0]] * 16
+    return Result(**{**vars(setting), "sequence_losses": losses, "sequence_depths": depths})
 
 
 def test_the_fair_comparison_is_with_fixed_depth_at_the_same_mean():

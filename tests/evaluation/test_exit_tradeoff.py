@@ -56,7 +56,6 @@ def test_a_sweep_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
         run_sweep(model, blocks, settings, tmp_path)
     with (tmp_path / "tradeoff.jsonl").open("a") as file:
         file.write('{"setting": {"ru')  # cut short by a crash
-        file.write("\n")
     assert len(read_results(tmp_path)) == 3
     monkeypatch.setattr(exit_tradeoff, "score", lambda *args: scored.append(args[2]) or score(*args))
     results = run_sweep(model, blocks, settings, tmp_path)
@@ -92,7 +91,9 @@ def test_times_that_were_measured_are_not_measured_again(model, tmp_path, monkey
 
 def result_of(rule, depth, losses, policy="{}"):
     setting = Setting(rule, None if rule == "fixed" else policy, int(depth) if rule == "fixed" else 9)
-    return Result(setting, float(np.mean(losses)), 1.0, [depth] * 2, [0.0] * 2, 0.0, list(losses))
+    return Result(
+        setting, float(np.mean(losses)), 1.0, [depth] * 2, [0.0] * 2, 0.0, list(losses), [depth] * len(losses)
+    )
 
 
 def test_comparison_is_with_fixed_depth_at_the_same_mean():
@@ -107,6 +108,22 @@ def test_comparison_is_with_fixed_depth_at_the_same_mean():
     assert first.low < 0 < first.high
     assert second.difference == pytest.approx(-0.2, abs=0.005)
     assert second.high < -0.19
+
+
+def test_intervals_know_that_the_mean_steps_vary_with_the_text():
+    random = np.random.default_rng(0)
+    depths, texts = random.uniform(1.2, 1.8, 64), random.normal(5, 1, 64)
+    fixed = [result_of("fixed", depth, texts - depth) for depth in (1, 2)]
+    # Text by text as good as fixed depth at the same steps: no difference, whatever texts are drawn.
+    rule = result_of("kl", depths.mean(), texts - depths)
+    rule.sequence_depths = depths.tolist()
+    (comparison,) = compare([*fixed, rule])
+    assert [comparison.difference, comparison.low, comparison.high] == pytest.approx([0, 0, 0], abs=1e-9)
+    # As good on average, but steps and losses have nothing to do with each other: the steps' spread is in the interval.
+    rule.sequence_losses = (texts - depths.mean()).tolist()
+    (comparison,) = compare([*fixed, rule])
+    assert comparison.difference == pytest.approx(0, abs=1e-9)
+    assert comparison.high - comparison.low == pytest.approx(4 * depths.std() / 8, rel=0.2)
 
 
 def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):

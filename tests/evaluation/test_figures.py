@@ -18,7 +18,9 @@ def made_up_results(sequences: int = 4) -> list[Result]:
         losses = [5 + 1 / depth + 0.1 * sequence for sequence in range(sequences)]
         mean = sum(losses) / sequences
         times = {"1": 2 * depth, "8": depth}
-        results.append(Result(setting, mean, 150.0, [depth] * 3, [1.0] * 3, 1e6 * depth, losses, times))
+        results.append(
+            Result(setting, mean, 150.0, [depth] * 3, [1.0] * 3, 1e6 * depth, losses, [depth] * len(losses), times)
+        )
     return results
 
 

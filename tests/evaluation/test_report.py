@@ -110,7 +110,9 @@ def test_token_types_are_ranked_by_their_own_steps(tokenizer):
     model, blocks = tiny_model(0.3), random_ids(6, 20, vocab_size=12)
     policy = {"name": "step_norm", "threshold": 2.0}
     ranked = token_depths(model, tokenizer, blocks, policy, 5, least_count=1)
-    steps = model(blocks, exit_policy=policy, num_loops=5).loop_steps.float().mean(-1)
+    loop_steps = model(blocks, exit_policy=policy, num_loops=5).loop_steps.float()
+    layers = [len(group) for group in model.config.loop_groups]
+    steps = sum(loop_steps[..., group] * count for group, count in enumerate(layers)) / sum(layers)
     assert [depth.mean_steps for depth in ranked] == sorted(depth.mean_steps for depth in ranked)
     assert sum(depth.count for depth in ranked) == blocks.numel()
     slowest = max(blocks.unique().tolist(), key=lambda token: steps[blocks == token].mean().item())

@@ -27,7 +27,7 @@ def test_the_folder_holds_what_a_user_needs_and_nothing_else(folder):
             "trainer_state.json", "geometry.jsonl", "results.json", "tradeoff.png"} <= names  # fmt: skip
     assert "training_args.bin" not in names
     assert str(folder) not in "".join(
-        path.read_text() for path in (folder / "packed").iterdir() if path.suffix in (".json", ".jsonl")
+        path.read_text() for path in (folder / "packed").iterdir() if path.suffix in (".json", ".jsonl", ".md")
     )
 
 
@@ -44,3 +44,19 @@ def test_the_policy_of_the_report_is_the_default(folder):
 def test_what_is_missing_is_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no report\.json"):
         package.main([str(folder / "run"), "--report", str(tmp_path), "--output", str(tmp_path / "out")])
+
+
+def test_a_folder_that_is_there_stays_until_a_new_one_is_made(folder, monkeypatch):
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "packed").iterdir())
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(package, "check_folder", interrupted)
+    arguments = [str(folder / "run"), "--report", str(folder / "report"), "--output"]
+    with pytest.raises(KeyboardInterrupt):
+        package.main([*arguments, str(folder / "packed")])
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (folder / "packed").iterdir()) == before
+    assert {path.name for path in folder.iterdir()} == {"texts.jsonl", "cache", "run", "report", "packed"}
+    with pytest.raises(ValueError, match=r"`--output`.* folder of its own"):
+        package.main([*arguments, str(folder)])

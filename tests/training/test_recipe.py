@@ -80,7 +80,7 @@ def test_an_unknown_field_in_the_file_is_refused_too(tmp_path):
     "overrides",
     [["--sources", "[]"], ["--eval_blocks", "0"], ["--block_size", "1"], ["--tokenizer_vocab_size", "100"],
      ["--validation_fraction", "1.5"], ["--geometry_loops", "many"], ["--geometry_blocks", "0"],
-     ["--muon_learning_rate", "-0.01"], ["--muon_learning_rate", "fast"]],
+     ["--muon_learning_rate", "-0.01"], ["--muon_learning_rate", "fast"], ["--compile", "no"], ["--resume", "1"]],
     ids=lambda overrides: " ".join(overrides),
 )  # fmt: skip
 def test_impossible_values_are_errors_that_name_the_field(overrides):

@@ -211,6 +211,20 @@ def test_bad_input_is_a_sentence_that_says_what_to_do(folder, fields, message):
     assert not list((folder / "bad").glob("checkpoint-*"))
 
 
+def test_a_finished_run_is_not_trained_on(folder):
+    run = folder / "finished"
+    arguments = tiny_run(folder, output_dir=run, max_steps=3, geometry_loops=4)
+    training.train.main(arguments)
+    before = {name: (run / name).read_bytes() for name in ("geometry.jsonl", "model.safetensors", "trainer_state.json")}
+    (run / "model.safetensors").unlink()  # as if it had been stopped after its last checkpoint
+    trainer = training.train.main([*arguments, "--resume"])
+    assert trainer.state.global_step == 3
+    assert {name: (run / name).read_bytes() for name in before} == before
+    training.train.main([*tiny_run(folder, output_dir=run, max_steps=5, geometry_loops=4), "--resume"])
+    lines = [json.loads(line) for line in (run / "geometry.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_may_change_on_resume_changes_and_the_rest_is_refused(folder):
     run = folder / "changed"
     training.train.main(tiny_run(folder, output_dir=run, max_steps=2))
