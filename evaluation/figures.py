@@ -51,7 +51,9 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
 FLOOR_COLOR = "0.85"
 
 
-def name_of_group(layers: list[int]) -> str:
+def name_of_group(layers: list[int], group: int) -> str:
+    if not layers:
+        return f"group {group}"
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
@@ -76,7 +78,7 @@ def plot_trajectory(trajectories: Trajectories, tokens: int = 2) -> Figure:
             ax.plot(*path.T, color=style["color"], linewidth=0.7, alpha=0.5)
             shade = np.linspace(0.25, 1.0, len(path))  # from light to dark, in the order of iteration
             ax.scatter(*path.T, color=style["color"], alpha=shade, s=14, marker=style["marker"], zorder=2,
-                       label=name_of_group(groups[group]))  # fmt: skip
+                       label=name_of_group(groups[group], group))  # fmt: skip
         _enlarge_loop(ax, projection.apply(loops[len(loops) // 2][:, token]), len(loops) // 2)
         text = trajectories.index["tokens"][trajectories.index["chosen"][token]].replace("Ġ", " ")
         ax.set(xlabel=_component(projection, 0), ylabel=_component(projection, 1), title=f"token {text!r}")
@@ -113,7 +115,9 @@ def plot_drift(geometry: list[dict[str, Any]], groups: list[list[int]]) -> Figur
             moments = [line["drift_to_loop_ratio"][boundary][kind] for line in geometry]
             mean, std = (np.array([m[name] for m in moments], dtype=float) for name in ("mean", "std"))
             style = GROUP_STYLES[boundary % len(GROUP_STYLES)]
-            label = f"{name_of_group(groups[boundary])} to {name_of_group(groups[boundary + 1])}"
+            label = (
+                f"{name_of_group(groups[boundary], boundary)} to {name_of_group(groups[boundary + 1], boundary + 1)}"
+            )
             ax.plot(steps, mean, markersize=4, label=label, **style)
             ax.fill_between(steps, mean - std, mean + std, color=style["color"], alpha=0.15, linewidth=0)
         ax.axhline(1, color="black", linewidth=0.8, linestyle=":")
@@ -142,7 +146,7 @@ def plot_loop_dynamics(line: dict[str, Any], groups: list[list[int]]) -> Figure:
                 ax.axvspan(below[0], len(measured["above_floor"]), color=FLOOR_COLOR, zorder=0)
                 ax.text(below[0] + 0.3, 0.96, "rounding", fontsize=7, va="top", transform=ax.get_xaxis_transform())
             ax.set_xlabel("loop step k")
-        axes[0, group].set(title=name_of_group(groups[group]), yscale="log")
+        axes[0, group].set(title=name_of_group(groups[group], group), yscale="log")
         axes[1, group].set_ylim(-1.05, 1.05)
     axes[0, 0].set_ylabel("step norm")
     axes[1, 0].set_ylabel("cosine to the step before")
@@ -164,7 +168,7 @@ def plot_cosines(geometry: list[dict[str, Any]], groups: list[list[int]], most: 
         for line, shade in zip(shown, shades, strict=True):
             cosines = cosines_above_floor(line["groups"][group])
             ax.plot(np.arange(1, len(cosines) + 1), cosines, color=shade, label=f"step {line['step']:,}")
-        ax.set(xlabel="loop step k", title=name_of_group(groups[group]), ylim=(-1.05, 1.05))
+        ax.set(xlabel="loop step k", title=name_of_group(groups[group], group), ylim=(-1.05, 1.05))
     axes[0, 0].set_ylabel("cosine to the step before")
     axes[0, -1].legend(fontsize=6)
     return figure
@@ -276,7 +280,7 @@ def draw_figures(
         if geometry and now is None:
             now = geometry[-1]
         if now is not None:
-            groups = groups or [[group] for group in range(len(now["groups"]))]
+            groups = groups or [[] for _ in now["groups"]]  # not known
             figures["loop_dynamics"] = plot_loop_dynamics(now, groups)
         if geometry and len(geometry) > 1:
             figures["cosines"] = plot_cosines(geometry, groups)

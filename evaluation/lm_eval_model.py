@@ -55,6 +55,12 @@ class RecurrentGPT2LM(HFLM):
         self._count(taken[taken.sum(-1) > 0])  # padding takes no steps
         return output.sequences
 
+    def _detect_batch_size(self, *args, **kwargs) -> int:
+        counted = self.step_sum, self.tokens
+        size = super()._detect_batch_size(*args, **kwargs)  # tries sizes on made-up text
+        self.step_sum, self.tokens = counted
+        return size
+
     def _count(self, steps: torch.Tensor) -> None:
         """Adds the steps [tokens, groups]."""
         self.step_sum = self.step_sum + steps.double().sum(0).cpu()

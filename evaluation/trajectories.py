@@ -52,7 +52,8 @@ def points_between(config, num_loops: list[int]) -> dict[str, int]:
             place += 1
             points[f"layer_{layer}"] = place
             layer += 1
-    return points
+    points.popitem()
+    return points | {"final_norm": place}  # transformers gives the last hidden state behind it
 
 
 def statistics_of(states: torch.Tensor, group: int, first_token: int) -> pa.RecordBatch:

@@ -3,12 +3,13 @@
 What GPT-2 has and RecurrentGPT2 has not, and what is done about it:
 
 - LayerNorm subtracts the mean, RMSNorm does not. The mean is taken out of everything that writes to the residual stream
-  instead (embeddings and output projections), after which the two agree exactly.
+  instead (embeddings and output projections), after which the two agree exactly. (A head that is tied to the
+  embeddings changes with them, by a little: the mean of every token's row is missing in its logit.)
 - Embeddings are multiplied by sqrt(d) on the way in: they are divided by it, and the final norm multiplied.
 - The sandwich norms n2 and n4 rescale the residual stream. Their weights are set to the size that the stream has at
   that place in GPT-2, measured on text that GPT-2 itself samples (or that is given), so that they change little.
 - Loops: A_g passes the group's input on and ignores the state, so that a group starts as the layers it was.
-- Biases have no place here and are dropped. That is what the loss rises by at the start.
+- Biases have no place here and are dropped. That is nearly all that the loss rises by at the start.
 """
 
 from dataclasses import dataclass, field

@@ -433,12 +433,13 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             exits = policy(LoopView(group, step, state, update, loop.previous_update, loop.memory, context.decode))
             check_exits(exits, policy, state.shape[0], loop.memory)
             loop.previous_update = update
-            if exits.any():
+            leaving = int(exits.sum())
+            if leaving == state.shape[0]:
+                break
+            if leaving > 0:
                 loop.leave(exits, step + 1)
-                if len(loop.active) == 0:
-                    break
 
-        loop.finish(num_loops)
+        loop.finish(step + 1)
         return loop.final, loop.loop_steps, torch.stack(trajectory) if context.keep_trajectory else None
 
     def _step(
@@ -518,9 +519,15 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             # No mask was needed, so these tokens are the first; the cache has grown since and must not be asked.
             return create_causal_mask(config, inputs_embeds, attention_mask, None, allow_is_causal_skip=False)
 
-        # Padding is left out of loops, but for training (whose batches are full) and compiled code (whose shapes must
-        # not depend on data).
-        if self.training or torch.compiler.is_compiling() or (real_tokens is not None and real_tokens.all()):
+        # Padding is left out of loops, but for training (whose batches are full), and compiled code and static caches
+        # (whose shapes must not depend on data).
+        is_static = past_key_values is not None and past_key_values.is_compileable
+        if (
+            self.training
+            or is_static
+            or torch.compiler.is_compiling()
+            or (real_tokens is not None and real_tokens.all())
+        ):
             real_tokens = None
         some_inactive = adaptive or real_tokens is not None
         recorded = ("output_hidden_states", "output_attentions")

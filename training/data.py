@@ -291,7 +291,11 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         place = next((place for place in reversed(self._places) if place["blocks"] <= blocks), None)
         if place is None:
             raise RuntimeError(f"the place after {blocks} blocks is not known: the stream was read too far ahead.")
-        return {**place, "skip": blocks - place["blocks"]}
+        readers = [
+            {**reader, "ready": [block.tolist() for block in reader["ready"]], "rest": reader["rest"].tolist()}
+            for reader in place["readers"]
+        ]
+        return {**place, "readers": readers, "skip": blocks - place["blocks"]}
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         readers = [_StreamReader(source, self) for source in self.sources]
@@ -326,18 +330,18 @@ class _StreamReader:
         if not isinstance(self.rows, datasets.IterableDataset):
             raise ValueError(f"source {source.path} is not streamed: set `streaming` for all sources or for none.")
         self.packer = Packer(settings.tokenizer, settings.block_size)
-        self.ready: list[np.ndarray] = []  # blocks
+        self.ready: deque[np.ndarray] = deque()  # blocks
         self._texts = self._read()
         self._loaded: dict[str, Any] | None = None  # where `rows` will start; until then it does not know itself
 
     def state(self) -> dict[str, Any]:
-        rows = self._loaded or self.rows.state_dict()
-        return {"rows": rows, "ready": [block.tolist() for block in self.ready], "rest": self.packer.rest.tolist()}
+        """Shares its arrays, which are never written to: a long document is kept once, not for every place in it."""
+        return {"rows": self._loaded or self.rows.state_dict(), "ready": list(self.ready), "rest": self.packer.rest}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._loaded = state["rows"]
         self.rows.load_state_dict(state["rows"])
-        self.ready = [np.array(block, dtype=np.int32) for block in state["ready"]]
+        self.ready = deque(np.array(block, dtype=np.int32) for block in state["ready"])
         self.packer.rest = np.array(state["rest"], dtype=np.int32)
 
     def _read(self) -> Iterator[str]:
@@ -356,8 +360,8 @@ class _StreamReader:
 
     def next_block(self) -> np.ndarray:
         while not self.ready:
-            self.ready = list(self.packer.add([next(self._texts)]))
-        return self.ready.pop(0)
+            self.ready.extend(self.packer.add([next(self._texts)]))
+        return self.ready.popleft()
 
 
 def first_validation_blocks(source: Source, maker: BlockMaker, count: int) -> list[dict[str, np.ndarray]]:

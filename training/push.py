@@ -8,6 +8,7 @@ import argparse
 import fnmatch
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,16 @@ def write_card(checkpoint: Path, repo: str, **metadata) -> None:
         render_card(checkpoint, repo, **metadata).save(card)
 
 
+def linked_copy(checkpoint: Path, folder: Path) -> Path:
+    """A folder with links to the files of a checkpoint, and a card of its own."""
+    for path in checkpoint.iterdir():
+        if path.name == "README.md":
+            shutil.copy(path, folder)
+        elif path.is_file():
+            (folder / path.name).symlink_to(path.resolve())
+    return folder
+
+
 def push(checkpoint: Path, repo: str, files: list[Path], private: bool = False, revision: str | None = None) -> str:
     """Uploads files of a checked folder and returns the commit. An interrupted upload can be repeated: what has arrived
     is not sent again."""
@@ -116,13 +127,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--license", default="apache-2.0", help="for a card that is written anew")
     parser.add_argument("--datasets", nargs="+", help="names on the Hub, for a card that is written anew")
     options = parser.parse_args(arguments)
-    write_card(options.checkpoint, options.repo, license=options.license, datasets=options.datasets)
-    files = check_folder(options.checkpoint, options.repo)
-    print(f"{'would upload' if options.dry_run else 'uploading'} to {options.repo}:")
-    for path in files:
-        print(f"  {path.stat().st_size:>12,}  {path.name}")
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = options.checkpoint
+        if options.dry_run and checkpoint.is_dir():  # which leaves the folder as it is
+            checkpoint = linked_copy(checkpoint, Path(scratch))
+        write_card(checkpoint, options.repo, license=options.license, datasets=options.datasets)
+        files = check_folder(checkpoint, options.repo)
+        print(f"{'would upload' if options.dry_run else 'uploading'} to {options.repo}:")
+        for path in files:
+            print(f"  {path.stat().st_size:>12,}  {path.name}")
     if not options.dry_run:
-        commit = push(options.checkpoint, options.repo, files, options.private, options.revision)
+        commit = push(checkpoint, options.repo, files, options.private, options.revision)
         print(f"pushed to {options.repo} at revision {commit}")
 
 

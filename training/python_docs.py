@@ -28,15 +28,18 @@ def python_docs() -> Iterator[str]:
     """One document per module of the standard library and the installed packages: its documentation strings, each
     string once."""
     library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
-    files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-    files += sorted(packages.rglob("*.py"))
-    files = [path for path in files if not SKIPPED_FOLDERS.intersection(path.parts)]
+    files = [*_modules(library, SKIPPED_FOLDERS | {"site-packages"}), *_modules(packages, SKIPPED_FOLDERS)]
     seen = set()
     for path in tqdm(files, desc="reading Python's documentation", unit=" modules"):
         strings = [text for text in _docstrings(path) if text not in seen]
         seen.update(strings)
         if strings:
             yield "\n\n".join(strings)
+
+
+def _modules(folder: Path, skipped: set[str]) -> list[Path]:
+    files = sorted(folder.rglob("*.py"))
+    return [path for path in files if not skipped.intersection(path.relative_to(folder).parts)]
 
 
 def _docstrings(path: Path) -> list[str]:

@@ -165,6 +165,8 @@ class GeometryCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         self.file = Path(args.output_dir) / "geometry.jsonl"
+        # States come back in fp32, also where they were computed in less. What is rounding depends on it.
+        self.precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         if state.is_world_process_zero:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             # A resumed run measures again what came after its checkpoint.
@@ -186,7 +188,7 @@ class GeometryCallback(TrainerCallback):
         for row in self.input_ids:
             arguments = {"num_loops": self.num_loops, "output_loop_trajectory": True, "use_cache": False}
             output = model(row[None].to(model.device), logits_to_keep=1, **arguments)
-            geometry.update(tuple(states.cpu() for states in output.loop_trajectory))
+            geometry.update(tuple(states.cpu().to(self.precision or states.dtype) for states in output.loop_trajectory))
         model.train(training)
         if state.is_world_process_zero:
             with self.file.open("a") as file:

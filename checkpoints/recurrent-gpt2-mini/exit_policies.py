@@ -227,6 +227,8 @@ class KLExit(ExitPolicy):
     default_threshold: ClassVar[float] = 5e-4
 
     def measure(self, view: LoopView) -> torch.Tensor | None:
+        if view.step + 1 < self.min_loops - self.patience:
+            return None  # what is compared so early can't count
         log_p = _at_least_fp32(view.decode(view.state)).log_softmax(-1)
         previous_log_p = view.memory.get("log_p")
         view.memory["log_p"] = log_p

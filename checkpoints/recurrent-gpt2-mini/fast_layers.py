@@ -48,6 +48,10 @@ class Linear(nn.Linear):
     def unpack(self) -> None:
         self._packed = None
 
+    def _apply(self, *args, **kwargs):
+        self._kept = None  # weights that move or change their precision need no copy of what they were
+        return super()._apply(*args, **kwargs)
+
     def __getstate__(self):
         """Copies and pickles come without packed weights."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_packed", "_kept")}
@@ -58,10 +62,10 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     layers = []  # that are not packed already, further out
     if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and _has_packed_products():
         layers = [module for module in model.modules() if isinstance(module, Linear) and module._packed is None]
-    with torch.no_grad():
-        for layer in layers:
-            layer.pack()
     try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.pack()
         yield
     finally:
         for layer in layers:

@@ -7,6 +7,8 @@ import copy
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import ModelOutput, logging
 
 from .exit_policies import exit_policy_to_json, resolve_exit_policy
@@ -34,6 +36,11 @@ class LoopGenerationMixin:
         each token to predict the next one, 0 at padding. (The last token generated is not fed to the model again.)
         """
         _check_cache_implementation(kwargs.get("cache_implementation"))
+        if kwargs.get("assistant_early_exit") is not None:
+            raise ValueError(
+                "`assistant_early_exit` cuts layers off, which loops do not survive: use "
+                "`assistant_model=model.draft(num_loops=2)`."
+            )
         with self.packed_weights():
             return super().generate(*args, **kwargs)
 
@@ -68,6 +75,11 @@ class LoopGenerationMixin:
             chosen["num_loops"] = self.config.loops_per_group(chosen["num_loops"])
         policies = resolve_exit_policy(chosen["exit_policy"], len(self.config.loop_groups))
         chosen["exit_policy"] = policies if any(policy is not None for policy in policies) else None
+        if chosen["exit_policy"] is not None and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self)):
+            raise ValueError(
+                "`exit_policy` needs whole weights: with ZeRO-3 or FSDP, processes whose tokens leave at different "
+                "steps would wait for each other for ever. Set it to None."
+            )
         model_kwargs.update({name: value for name, value in chosen.items() if value is not None})
         return generation_config, model_kwargs
 

@@ -196,23 +196,24 @@ class StaticStepsLayer(StaticLayer):
 
     def __init__(self, max_cache_len: int, num_loops: int):
         super().__init__(max_cache_len)
-        self.slots = [self] + [StaticLayer(max_cache_len) for _ in range(num_loops - 1)]
+        self.deeper = [StaticLayer(max_cache_len) for _ in range(num_loops - 1)]  # steps 1, 2, ...
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, loop_step: int = 0, **kwargs):
-        if loop_step >= len(self.slots):
-            raise ValueError(f"this static cache was made for {len(self.slots)} loops, but `num_loops` asks for more.")
+        if loop_step > len(self.deeper):
+            loops = 1 + len(self.deeper)
+            raise ValueError(f"this static cache was made for {loops} loops, but `num_loops` asks for more.")
         if loop_step == 0:
             return super().update(key_states, value_states)
-        return self.slots[loop_step].update(key_states, value_states)
+        return self.deeper[loop_step - 1].update(key_states, value_states)
 
     def reset(self) -> None:
         super().reset()
-        for slot in self.slots[1:]:
+        for slot in self.deeper:
             slot.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        for slot in self.slots[1:]:
+        for slot in self.deeper:
             slot.reorder_cache(beam_idx)
 
 
@@ -260,7 +261,10 @@ class LoopCache(Cache):
 
     def num_bytes(self) -> int:
         """Bytes that the cached keys and values take (room made for further tokens not counted)."""
-        slots = [slot for layer in self.layers for slot in getattr(layer, "slots", [layer]) if slot.is_initialized]
+        slots = [
+            slot for layer in self.layers for slot in getattr(layer, "slots", [layer, *getattr(layer, "deeper", ())])
+        ]
+        slots = [slot for slot in slots if slot.is_initialized]
         return sum(slot.keys.nbytes + slot.values.nbytes for slot in slots)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -34,7 +34,7 @@ def test_files_hold_the_models_own_states(checkpoint, tokenizer, tmp_path):
     assert len(chosen) == 20
     assert chosen[-1] == ids.shape[1] - 1
     assert [loaded[f"group_{g}"].shape for g in range(3)] == [(5, 20, 32), (4, 20, 32), (6, 20, 32)]
-    assert loaded.index["points"] == ["embeddings", "layer_0", "group_0", "group_1", "group_2", "layer_5"]
+    assert loaded.index["points"] == ["embeddings", "layer_0", "group_0", "group_1", "group_2", "final_norm"]
     place = 0
     with torch.no_grad():
         for start in range(0, ids.shape[1], 48):

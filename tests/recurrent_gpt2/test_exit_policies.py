@@ -146,6 +146,23 @@ def test_patience_counts_hits_in_a_row_and_min_loops_delays():
     assert fired == [False, False, False, False, True, False, False]
 
 
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_kl_decodes_only_what_can_count(patience):
+    states = 0.1 * torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(0))
+
+    def run(policy):
+        fired, decoded, memory = [], [], {}
+        for step, state in enumerate(states):
+            view = view_of(state, step=step, memory=memory)
+            view.decode = lambda state: decoded.append(1) or state
+            fired.append(bool(policy(view)))
+        return fired, len(decoded)
+
+    fired, decoded = run(KLExit(10.0, patience=patience, min_loops=6))
+    assert fired == [False] * 5 + [True] * 3
+    assert decoded == 8 - (5 - patience)
+
+
 def test_step_normalisation_has_the_documented_floor():
     generator = torch.Generator().manual_seed(0)
     previous, update = torch.randn(2, 1000, 8, generator=generator, dtype=torch.float64)

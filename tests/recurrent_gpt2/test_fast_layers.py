@@ -115,6 +115,28 @@ def test_an_error_leaves_nothing_packed():
     assert not any(is_packed(model))
 
 
+def test_an_interruption_while_packing_leaves_nothing_packed(monkeypatch):
+    model, pack = tiny_model(), Linear.pack
+
+    def interrupted(layer):
+        if layer is model.lm_head:
+            raise KeyboardInterrupt
+        pack(layer)
+
+    monkeypatch.setattr(Linear, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt), packed_weights(model):
+        pass
+    assert not any(is_packed(model))
+
+
+def test_weights_that_move_keep_no_copy():
+    layer = Linear(16, 16)
+    with packed_weights(layer):
+        pass
+    assert layer._kept is not None
+    assert layer.double()._kept is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
 def test_norms_are_the_stock_ones(dtype, scale):

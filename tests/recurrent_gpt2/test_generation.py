@@ -5,7 +5,13 @@ import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from recurrent_gpt2 import AccelerationExit, LoopCache, RecurrentGPT2ForCausalLM, StepNormExit
+from recurrent_gpt2 import (
+    AccelerationExit,
+    LoopCache,
+    RecurrentGPT2ForCausalLM,
+    StepNormExit,
+    generation_recurrent_gpt2,
+)
 from tests.helpers import random_ids, run_fresh, tiny_model
 
 POLICY = StepNormExit(2.5)
@@ -306,3 +312,22 @@ def test_prompts_given_as_embeddings(model):
     )
     assert torch.equal(output.sequences, expected.sequences[:, 5:])
     assert torch.equal(output.loop_steps, expected.loop_steps)
+
+
+def test_what_would_break_the_loops_is_refused(model, monkeypatch):
+    ids = random_ids(1, 4)
+    with pytest.raises(ValueError, match=r"`assistant_early_exit`.*draft"):
+        model.generate(ids, max_new_tokens=2, assistant_early_exit=2)
+    assert model.config.num_hidden_layers == tiny_model().config.num_hidden_layers
+    monkeypatch.setattr(generation_recurrent_gpt2, "is_fsdp_managed_module", lambda module: True)
+    with pytest.raises(ValueError, match=r"`exit_policy`.*FSDP"):
+        model.generate(ids, max_new_tokens=2, exit_policy="acceleration")
+
+
+def test_one_token_that_leaves_takes_no_more_than_its_steps(model):
+    applied = []
+    hook = model.model.layers[model.config.loop_groups[0][0]].register_forward_hook(lambda *_: applied.append(1))
+    output = model(random_ids(1, 1), exit_policy=[StepNormExit(1e6), None, None])
+    hook.remove()
+    assert output.loop_steps.tolist() == [[[1, 6, 6]]]
+    assert len(applied) == 1

@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -159,6 +161,28 @@ def test_static_slots_hold_fixed_loops(model):
         model(ids[:, :1], past_key_values=cache, num_loops=[4, 2, 4])
     with pytest.raises(ValueError, match="fixed loops only"):
         model(ids[:, :1], past_key_values=cache, exit_policy="kl")
+
+
+def test_static_slots_hold_padded_batches(model):
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    cache, logits = LoopCache(model.config, max_cache_len=16), []
+    for end in (6, 7, 9):
+        start = cache.get_seq_length()
+        logits.append(model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(logits, 1)[mask == 1], expected[mask == 1], atol=1e-9, rtol=0)
+
+
+def test_static_slots_are_freed_with_the_cache(model):
+    cache = LoopCache(model.config, max_cache_len=8)
+    layers = [weakref.ref(layer) for layer in cache.layers]
+    gc.disable()
+    try:
+        del cache
+        assert all(layer() is None for layer in layers)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("make", [DynamicCache, lambda: DynamicCache(config=tiny_config())])

@@ -1,5 +1,6 @@
 import json
 import random
+import sysconfig
 
 import numpy as np
 import pyarrow as pa
@@ -189,6 +190,25 @@ def test_python_docs_is_english_and_each_string_once():
             break
     assert len(set(documents)) == 200
     assert sum(" the " in document for document in documents) > 100
+
+
+def test_python_docs_of_an_installation_below_a_folder_of_tests(tmp_path, monkeypatch):
+    (tmp_path / "tests" / "lib" / "tests").mkdir(parents=True)
+    for name in ("module.py", "tests/test_module.py"):
+        (tmp_path / "tests" / "lib" / name).write_text(f'"""{"What it is for. " * 8}{name}"""\n')
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "tests" / "lib"))
+    assert [document.rsplit(maxsplit=1)[1] for document in python_docs()] == ["module.py"]
+
+
+def test_a_stream_keeps_a_long_document_once(tokenizer, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": " ".join(TEXTS) * 40}) + "\n")
+    blocks = StreamedBlocks([Source(str(tmp_path / "long.jsonl"), streaming=True)], tokenizer, 32, 0.0, seed=0)
+    iterator = iter(blocks)
+    for _ in range(100):
+        next(iterator)
+    first, last = (place["readers"][0]["ready"] for place in (blocks._places[1], blocks._places[-1]))
+    assert len(last) > 100
+    assert all(a is b for a, b in zip(reversed(first), reversed(last), strict=False))
 
 
 def test_bad_sources_are_sentences(tokenizer, tmp_path):

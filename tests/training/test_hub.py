@@ -242,8 +242,11 @@ def test_a_card_whose_numbers_have_drifted_is_refused(checkpoint):
 def test_a_dry_run_lists_and_uploads_nothing(hub, checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(push, "check_folder", quick_check)
     hub.requests.clear()
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
     push.main([str(checkpoint), "someone/dry", "--dry-run"])
     printed = capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()} == before
+    assert "README.md" in printed
     assert "model.safetensors" in printed
     assert "optimizer.pt" not in printed
     assert not [request for request in hub.requests if request[0] != "GET" and "validate" not in request[1]]
