@@ -456,7 +456,7 @@ def measure(found: Findings, names: list[str]) -> Iterator[None]:
                 found.ratios.append(ratio)
                 yield
             gc.collect()
-        for share in shares_of_products() if "shares" in names and found.rounds > 3 else ():
+        for share in shares_of_products() if "shares" in names else ():
             found.shares.append(share)
             yield
     if "loading" in names:
@@ -495,7 +495,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MEASUREMENTS, "shares", "loading"]
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="three rounds, one of what takes long, no profiles")
+    parser.add_argument("--quick", action="store_true", help="three rounds, and one of what takes long")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
     options = parser.parse_args(arguments)

@@ -1,5 +1,7 @@
 """Runs beside each other at the same training step: `python -m evaluation.controls NAME=RUN ... --step 400`.
 
+`NAME=RUN@200` reads a run at another step than the rest.
+
 Reads the logs that the runs left (`trainer_state.json`, also of runs that were stopped at a checkpoint, and
 `geometry.jsonl`): the validation loss at the step, and the geometry of the last measurement up to it.
 """
@@ -60,7 +62,7 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> list[Control]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN[@STEP]")
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--output", type=Path, help="write the rows to this JSON file too")
     options = parser.parse_args(arguments)
@@ -69,7 +71,11 @@ def main(arguments: list[str] | None = None) -> list[Control]:
         name, separator, run = given.rpartition("=")
         if not separator:
             raise ValueError(f"{given!r} is not of the form NAME=RUN.")
-        controls.append(read_control(name, Path(run), options.step))
+        folder, at, step = run.rpartition("@")
+        if at and step.isdigit():
+            controls.append(read_control(name, Path(folder), int(step)))
+        else:
+            controls.append(read_control(name, Path(run), options.step))
         print(controls[-1])
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -74,6 +74,7 @@ def controls_table() -> Table:
     rows = [
         [
             control["name"],
+            str(control["step"]),
             f"{control['eval_loss']:.3f}",
             str(control["geometry_step"] or ""),
             shown(control["steps_to_shrink"], "{}"),
@@ -84,7 +85,7 @@ def controls_table() -> Table:
         for control in read("reproduction/controls.json")
     ]
     of_loops = ["geometry of step", "steps to a tenth", "late cosines", "DLR as printed", "DLR, net move"]
-    return Table("", ["trained", "validation loss", *of_loops], rows)
+    return Table("", ["trained", "steps", "validation loss", *of_loops], rows)
 
 
 def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = False) -> Callable[[], Table]:
@@ -97,8 +98,10 @@ def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = Fa
 
 TABLES: dict[str, Callable[[], Table]] = {
     "benchmark": benchmark_table,
+    "shares": shares_table,
     "memory": memory_table,
     "baselines": baselines_table,
+    "controls": controls_table,
     "claims": of_report(claims_table),
     "geometry": of_report(geometry_table),
     "cache": of_report(cache_table),

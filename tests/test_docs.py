@@ -44,6 +44,11 @@ def test_the_examples_of_exit_policies_run():
     run_and_read(blocks[2], **names)
 
 
+def test_the_example_of_evaluate_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "'mean_steps'" in run_and_read(code_blocks(ROOT / "docs/evaluation.md", "python")[0])
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_resolve(path):
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):

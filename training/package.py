@@ -38,6 +38,7 @@ def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] |
     if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
         raise FileExistsError(f"`--output` {output} is not empty, and is no checkpoint to replace.")
     model = RecurrentGPT2ForCausalLM.from_pretrained(run)
+    model.config.use_cache = True  # whatever it was in training
     if policy is not None:
         model.generation_config.exit_policy = ExitPolicy.from_dict(policy).to_dict()
         model.generation_config.num_loops = measured["cap"]

@@ -60,6 +60,7 @@ def run(recipe: Recipe) -> RecurrentTrainer:
         trainer.take_up(checkpoint)
     else:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    model.config.use_cache = True  # the trainer turns it off for training
     trainer.save_model()
     trainer.save_state()
     logger.info(f"saved to {args.output_dir}")
@@ -155,7 +156,8 @@ def resumed_config(checkpoint: Path, settings: dict[str, Any]) -> RecurrentGPT2C
                 f"`{name}` is {value}, but the checkpoint {checkpoint} has {was}: it can't change on resume."
             )
         logger.info(f"`{name}` changes from {getattr(config, name)} to {value}")
-    return RecurrentGPT2Config(**{**config.to_dict(), **changed})
+    # The trainer turned the cache off; the generation config is made from this one, and must not.
+    return RecurrentGPT2Config(**{**config.to_dict(), **changed, "use_cache": True})
 
 
 def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):

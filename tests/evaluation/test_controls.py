@@ -20,6 +20,8 @@ def test_a_run_and_one_that_was_stopped_are_read_at_the_same_step(trained, tmp_p
     assert len(stopped.cosines) == 2
     assert len(stopped.drift_net) == 1
     assert json.loads((tmp_path / "out.json").read_text())[0]["eval_loss"] == losses[0]
+    (other,) = controls.main([f"a={tmp_path / 'stopped'}@4", "--step", "2"])
+    assert other.step == 4
     with pytest.raises(ValueError, match=r"`--step` is 3, but .* was evaluated at: 2, 4"):
         controls.main([f"a={tmp_path / 'stopped'}", "--step", "3"])
 

@@ -219,6 +219,8 @@ def test_a_finished_run_is_not_trained_on(folder):
     (run / "model.safetensors").unlink()  # as if it had been stopped after its last checkpoint
     trainer = training.train.main([*arguments, "--resume"])
     assert trainer.state.global_step == 3
+    for name in ("config.json", "generation_config.json"):  # the trainer turns the cache off while it trains
+        assert json.loads((run / name).read_text())["use_cache"] is True, name
     assert {name: (run / name).read_bytes() for name in before} == before
     training.train.main([*tiny_run(folder, output_dir=run, max_steps=5, geometry_loops=4), "--resume"])
     lines = [json.loads(line) for line in (run / "geometry.jsonl").read_text().splitlines()]
