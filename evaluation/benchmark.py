@@ -298,12 +298,12 @@ def training(rounds: int) -> Iterator[Ratio]:
 
         return step
 
-    eager, peer = step_of(new_model(), num_loops=LOOPS), GPT2LMHeadModel(gpt2().config).train()
+    eager, peer = step_of(new_model(), num_loops=LOOPS), gpt2().train()
     yield compare_times(
         ("training step, gradients through 8 of 12 loops", eager),
         ("GPT-2, 56 layers", step_of(peer, use_cache=False)), _few(rounds), 1.0, True, warm=rounds > 3,
     )  # fmt: skip
-    del peer
+    peer.eval()
     compiled = new_model()
     for layer in compiled.model.layers:
         layer.compile(dynamic=False)
@@ -495,13 +495,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MEASUREMENTS, "shares", "loading"]
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="three rounds, and one of what takes long")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="three rounds, one of what takes long, no profiles")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
     options = parser.parse_args(arguments)
     found = Findings(rounds=3 if options.quick else options.rounds)
     try:
-        for _ in measure(found, options.only):
+        for _ in measure(found, options.only or [name for name in names if not options.quick or name != "shares"]):
             if options.output is not None:  # nothing is lost if it is stopped
                 found.write(options.output)
     finally:
