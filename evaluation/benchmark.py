@@ -1,12 +1,14 @@
 """Speed on the machine it runs on, as ratios within one run: `python -m evaluation.benchmark`.
 
-The model is the paper's (12 layers, d = 768, 12 loops, fp32, random weights), unless said otherwise; the peer is
-`GPT2LMHeadModel` with as many real layers as are applied (56). Every measurement sets two ways of doing the same beside
-each other, in turn, round after round, and reports the median of the rounds' ratios with their range. Absolute times
-are of this machine and this moment: nothing else should run on it meanwhile.
+The model is the paper's (12 layers, d = 768, 12 loops, fp32, random weights), unless said otherwise. Its peers are
+`GPT2LMHeadModel` with as many real layers as are applied (56), and the same model done naively: weights that are not
+packed, and tokens that are computed on after their exit. Every measurement sets two ways of doing the same beside each
+other, in turn, round after round, and reports the median of the rounds' ratios with their range. Absolute times are of
+this machine and this moment: nothing else should run on it meanwhile.
 """
 
 import argparse
+import copy
 import gc
 import json
 import platform
@@ -23,10 +25,12 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from recurrent_gpt2 import (
     AccelerationExit,
@@ -37,9 +41,11 @@ from recurrent_gpt2 import (
     RecurrentGPT2Config,
     RecurrentGPT2ForCausalLM,
 )
+from recurrent_gpt2.configuration_recurrent_gpt2 import CACHE_STRATEGIES
 
 LOOPS = 12
 APPLICATIONS = 56  # of layers: 8 that are not looped, and 4 that are
+SECONDS, QUICK_SECONDS = 40.0, 2.0  # of rounds, for each measurement
 # What can't be fused away, as the profiler names it.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -56,6 +62,7 @@ class Ratio:
     highest: float
     milliseconds: float  # of `what`, median
     milliseconds_against: float
+    rounds: int
     reach: float | None = None  # a time should be at most this, a speed at least
     is_speed: bool = False
 
@@ -85,28 +92,44 @@ Timed = tuple[str, Callable[[], object]]
 def compare_times(
     what: Timed,
     against: Timed,
-    rounds: int,
+    seconds: float,
     reach: float | None = None,
     is_speed: bool = False,
     work: tuple[float, float] = (1, 1),
-    warm: bool = True,
 ) -> Ratio:
-    """`work`: units of work that a call of either does, where they differ; times are per unit. `warm`: with a first
-    call that does not count, which compiles and fills caches."""
-    for _, function in (what, against) if warm else ():
-        function()
-    times = [(_seconds(what[1]), _seconds(against[1])) for _ in tqdm(range(rounds), desc=what[0], unit=" rounds")]
-    pairs = np.array(times) * 1000 / np.array(work)
+    """`work`: units of work that a call of either does, where they differ; times are per unit."""
+    times = timed_rounds(what[0], [what[1], against[1]], seconds)
+    return ratio_of(what[0], against[0], times, reach, is_speed, work)
+
+
+def timed_rounds(name: str, functions: list[Callable[[], object]], seconds: float, warm: bool = True) -> np.ndarray:
+    """Seconds that each function took, [rounds, functions], in rounds until `seconds` are over, but one at least.
+
+    `warm`: with a first round that does not count, which fills caches.
+    """
+    times, started = [], time.perf_counter()
+    with tqdm(total=seconds, desc=name, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as progress:
+        while len(times) < 1 + warm or progress.n < seconds:
+            times.append([_seconds(function) for function in functions])
+            progress.update(min(time.perf_counter() - started, seconds) - progress.n)
+    return np.array(times[warm:])
+
+
+def ratio_of(
+    what: str,
+    against: str,
+    times: np.ndarray,
+    reach: float | None = None,
+    is_speed: bool = False,
+    work: tuple[float, float] = (1, 1),
+) -> Ratio:
+    """`times`: seconds that either took in each round, [rounds, 2]."""
+    pairs = times * 1000 / np.array(work)
     ratios = pairs[:, 1] / pairs[:, 0] if is_speed else pairs[:, 0] / pairs[:, 1]
     return Ratio(
-        what[0], against[0], float(np.median(ratios)), float(ratios.min()), float(ratios.max()),
-        float(np.median(pairs[:, 0])), float(np.median(pairs[:, 1])), reach, is_speed,
+        what, against, float(np.median(ratios)), float(ratios.min()), float(ratios.max()),
+        float(np.median(pairs[:, 0])), float(np.median(pairs[:, 1])), len(pairs), reach, is_speed,
     )  # fmt: skip
-
-
-def _few(rounds: int) -> int:
-    """Rounds of what takes long, and is the steadier for it."""
-    return max(rounds // 3, 1)
 
 
 def _seconds(function: Callable) -> float:
@@ -128,24 +151,31 @@ def gpt2(layers: int = APPLICATIONS) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_positions=512, use_cache=True, **no_dropout)).eval()
 
 
-def new_model() -> RecurrentGPT2ForCausalLM:
-    return RecurrentGPT2ForCausalLM(RecurrentGPT2Config()).train()
+@cache
+def naive() -> RecurrentGPT2ForCausalLM:
+    return copy.deepcopy(looped())  # copies come without packed weights
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 50257, (batch, length), generator=torch.Generator().manual_seed(batch + length))
 
 
-def decoder(model, batch: int, context: int, tokens: int = 4, **arguments) -> Callable[[], None]:
-    """Decodes `tokens` tokens after a context that is in the cache before the clock starts."""
+@cache
+def context_cache(model, batch: int, context: int) -> Cache:
+    """A context that has been read. What decodes after it leaves it as it was."""
     past = LoopCache(model.config) if isinstance(model, RecurrentGPT2ForCausalLM) else DynamicCache(config=model.config)
-    ids = token_ids(batch, context)
     with torch.inference_mode():
-        model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(token_ids(batch, context), past_key_values=past, use_cache=True, logits_to_keep=1)
+    return past
+
+
+def decoder(model, batch: int, context: int, tokens: int = 1, **arguments) -> Callable[[], None]:
+    """Decodes `tokens` tokens after a context that is in the cache before the clock starts."""
+    past, first = context_cache(model, batch, context), token_ids(batch, context)[:, -1:]
 
     @torch.inference_mode()
     def decode() -> None:
-        token = ids[:, -1:]
+        token = first
         for _ in range(tokens):
             logits = model(token, past_key_values=past, use_cache=True, **arguments).logits
             token = logits[:, -1:].argmax(-1)
@@ -162,33 +192,38 @@ def prefiller(model, ids: torch.Tensor, **arguments) -> Callable[[], None]:
     return prefill
 
 
-def bare_matrices(model: RecurrentGPT2ForCausalLM) -> Callable[[], None]:
-    """All matrices that a token passes through, in their order, each applied to one row."""
-    base, config, weights = model.model, model.config, []
+def matrices(model: RecurrentGPT2ForCausalLM) -> list[nn.Linear]:
+    """All that a token passes through, in their order."""
+    base, config, passed = model.model, model.config, []
     group_of = {group[0]: index for index, group in enumerate(config.loop_groups)}
     looped_layers = {layer for group in config.loop_groups for layer in group}
 
-    def of_layer(layer: int) -> list[torch.Tensor]:
+    def of_layer(layer: int) -> list[nn.Linear]:
         block = base.layers[layer]
-        modules = (block.attention.qkv_proj, block.attention.o_proj, block.mlp.up_proj, block.mlp.down_proj)
-        return [module.weight for module in modules]
+        return [block.attention.qkv_proj, block.attention.o_proj, block.mlp.up_proj, block.mlp.down_proj]
 
     for layer in range(config.num_hidden_layers):
         if layer in group_of:
             group = group_of[layer]
-            weights.append(base.loop_inputs[group].input_proj.weight)
-            step = [base.loop_inputs[group].state_proj.weight]
-            step += [weight for index in config.loop_groups[group] for weight in of_layer(index)]
-            weights += step * LOOPS
+            passed.append(base.loop_inputs[group].input_proj)
+            step = [base.loop_inputs[group].state_proj]
+            step += [matrix for index in config.loop_groups[group] for matrix in of_layer(index)]
+            passed += step * LOOPS
         elif layer not in looped_layers:
-            weights += of_layer(layer)
-    weights.append(model.lm_head.weight)
-    rows = {width: torch.randn(1, 1, width) for width in {weight.shape[1] for weight in weights}}
+            passed += of_layer(layer)
+    return [*passed, model.lm_head]
+
+
+def products_alone(model: RecurrentGPT2ForCausalLM, batch: int, bare: bool = False) -> Callable[[], None]:
+    """A token's products, back to back; `bare`: by `F.linear`, with weights as they are."""
+    passed = matrices(model)
+    rows = {width: torch.randn(batch, 1, width) for width in {matrix.in_features for matrix in passed}}
 
     @torch.inference_mode()
     def apply() -> None:
-        for weight in weights:
-            linear(rows[weight.shape[1]], weight)
+        for matrix in passed:
+            row = rows[matrix.in_features]
+            linear(row, matrix.weight) if bare else matrix(row)
 
     return apply
 
@@ -206,70 +241,76 @@ class PrescribedExit:
         return view.memory["exit_after"] <= view.step + 1
 
 
-def decoding_one(rounds: int) -> Iterator[Ratio]:
+def decoding_one(seconds: float) -> Iterator[Ratio]:
     for context in (64, 448):
         yield compare_times(
             (f"decode, batch 1, context {context}", decoder(looped(), 1, context)),
-            ("GPT-2, 56 layers", decoder(gpt2(), 1, context)), rounds, 0.92,
+            ("GPT-2, 56 layers", decoder(gpt2(), 1, context)), seconds, 0.92,
         )  # fmt: skip
     yield compare_times(
         ("decode, batch 1, context 64", decoder(looped(), 1, 64)),
-        ("bare F.linear of the same matrices", bare_matrices(looped())), rounds, 1.15, work=(4, 1),
+        ("bare F.linear of the same matrices", products_alone(looped(), 1, bare=True)), seconds, 1.15,
     )  # fmt: skip
 
 
-def decoding_batches(rounds: int) -> Iterator[Ratio]:
+def decoding_batches(seconds: float) -> Iterator[Ratio]:
     for batch in (2, 4, 8):
         yield compare_times(
             (f"decode, batch {batch}", decoder(looped(), batch, 64)),
-            ("GPT-2, 56 layers", decoder(gpt2(), batch, 64)), rounds, 1.2, True,
+            ("GPT-2, 56 layers", decoder(gpt2(), batch, 64)), seconds, 1.2, True,
         )  # fmt: skip
     yield compare_times(
-        ("tokens/s, batch 8", decoder(looped(), 8, 64)), ("batch 1", decoder(looped(), 1, 64)), rounds, 5, True, (8, 1)
-    )
-
-
-def prefilling(rounds: int) -> Iterator[Ratio]:
-    ids = token_ids(1, 512)
-    yield compare_times(
-        ("prefill, 512 tokens", prefiller(looped(), ids)),
-        ("GPT-2, 56 layers", prefiller(gpt2(), ids)),
-        _few(rounds),
-        1.0,
-    )
-
-
-def never_firing(rounds: int) -> Iterator[Ratio]:
-    policies = (("acceleration", AccelerationExit(0.0), 512, 1.03), ("KL", KLExit(0.0), 128, None))
-    for name, policy, length, reach in policies:
-        ids = token_ids(1, length)
-        yield compare_times(
-            (f"decode, {name} that never fires", decoder(looped(), 1, 64, exit_policy=policy)),
-            ("fixed loops", decoder(looped(), 1, 64)), rounds, reach,
-        )  # fmt: skip
-        yield compare_times(
-            (f"prefill, {length} tokens, {name} that never fires", prefiller(looped(), ids, exit_policy=policy)),
-            ("fixed loops", prefiller(looped(), ids)), _few(rounds), reach,
-        )  # fmt: skip
-
-
-def exiting(rounds: int) -> Iterator[Ratio]:
-    ids = token_ids(1, 512)
-    mean_a_third = PrescribedExit(2 * LOOPS // 3 - 1)
-    yield compare_times(
-        ("prefill, 512 tokens, exits at a third of the cap", prefiller(looped(), ids, exit_policy=mean_a_third)),
-        ("all tokens at the cap", prefiller(looped(), ids, exit_policy=FixedLoops())), _few(rounds), 0.52,
+        ("tokens/s, batch 8", decoder(looped(), 8, 64)),
+        ("batch 1", decoder(looped(), 1, 64)), seconds, 5, True, (8, 1),
     )  # fmt: skip
+    if seconds > QUICK_SECONDS:
+        what, against = ("products alone, batch 8", products_alone(looped(), 8)), products_alone(looped(), 1)
+        yield compare_times(what, ("batch 1", against), seconds, is_speed=True, work=(8, 1))
+        what, against = decoder(looped(), 8, 64), decoder(naive(), 8, 64)
+        yield compare_times(("decode, batch 8", what), ("naive", against), seconds, is_speed=True)
+
+
+def prefilling(seconds: float) -> Iterator[Ratio]:
+    ids = token_ids(1, 512)
+    never = prefiller(looped(), ids, exit_policy=AccelerationExit(0.0))
+    functions = [prefiller(looped(), ids), prefiller(gpt2(), ids), never]
+    times = timed_rounds("prefill, 512 tokens", functions, seconds)
+    yield ratio_of("prefill, 512 tokens", "GPT-2, 56 layers", times[:, [0, 1]], 1.0)
+    yield ratio_of("prefill, 512 tokens, acceleration that never fires", "fixed loops", times[:, [2, 0]], 1.03)
+
+
+def never_firing(seconds: float) -> Iterator[Ratio]:
+    fixed = ("fixed loops", decoder(looped(), 1, 64))
+    for name, policy, reach in (("acceleration", AccelerationExit(0.0), 1.03), ("KL", KLExit(0.0), None)):
+        what = (f"decode, {name} that never fires", decoder(looped(), 1, 64, exit_policy=policy))
+        yield compare_times(what, fixed, seconds, reach)
+    ids = token_ids(1, 64)
+    what = ("prefill, 64 tokens, KL that never fires", prefiller(looped(), ids, exit_policy=KLExit(0.0)))
+    yield compare_times(what, ("fixed loops", prefiller(looped(), ids)), seconds)
+
+
+def exiting(seconds: float) -> Iterator[Ratio]:
+    ids = token_ids(1, 512)
+    mean_a_third = {"exit_policy": PrescribedExit(2 * LOOPS // 3 - 1)}
+    what = ("prefill, 512 tokens, exits at a third of the cap", prefiller(looped(), ids, **mean_a_third))
+    at_the_cap = prefiller(looped(), ids, exit_policy=FixedLoops())
+    yield compare_times(what, ("all tokens at the cap", at_the_cap), seconds, 0.52)
+    if seconds > QUICK_SECONDS:
+        # Where hidden states are recorded, all tokens are computed, and those that have left are put back.
+        all_computed = prefiller(naive(), ids, **mean_a_third, output_hidden_states=True)
+        yield compare_times(what, ("naive", all_computed), seconds)
     yield compare_times(
         ("decode, batch 8, exits up to two thirds of the cap",
          decoder(looped(), 8, 64, exit_policy=PrescribedExit(2 * LOOPS // 3))),
-        ("all rows at the cap", decoder(looped(), 8, 64, exit_policy=FixedLoops())), rounds, 0.72,
+        ("all rows at the cap", decoder(looped(), 8, 64, exit_policy=FixedLoops())), seconds, 0.72,
     )  # fmt: skip
 
 
-def scoring(rounds: int) -> Iterator[Ratio]:
-    """256 tokens under a rule, in one pass and token by token."""
+def scoring(seconds: float) -> Iterator[Ratio]:
+    """256 tokens under a rule, in one pass and token by token; if it must be quick, the middle 16 of these."""
     model, ids, policy = looped(), token_ids(1, 256), AccelerationExit(0.1, normalize="state")
+    decoded = 256 if seconds > QUICK_SECONDS else 16
+    start, past = 128 - decoded // 2, LoopCache(model.config)
 
     @torch.inference_mode()
     def one_pass() -> None:
@@ -277,51 +318,57 @@ def scoring(rounds: int) -> Iterator[Ratio]:
 
     @torch.inference_mode()
     def token_by_token() -> None:
-        past = LoopCache(model.config)
-        for place in range(256):
+        for place in range(start, start + decoded):
             model(ids[:, place : place + 1], past_key_values=past, use_cache=True, exit_policy=policy)
+        past.crop(-decoded)
 
-    yield compare_times(
-        ("scoring 256 tokens in one adaptive pass", one_pass), ("token by token", token_by_token),
-        _few(rounds), 5, True, warm=False,
-    )  # fmt: skip
+    with torch.inference_mode():
+        if start > 0:
+            model(ids[:, :start], past_key_values=past, exit_policy=policy)
+    what, against = ("scoring 256 tokens in one adaptive pass", one_pass), ("token by token", token_by_token)
+    yield compare_times(what, against, seconds, 5, True, (256, decoded))
 
 
-def training(rounds: int) -> Iterator[Ratio]:
-    """A step with 4 sequences of 128 tokens; gradients through the last 8 of 12 loops."""
+def training_step(model, **arguments) -> Callable[[], None]:
+    """4 sequences of 128 tokens; ours has gradients through the last 8 of 12 loops."""
     ids = token_ids(4, 128)
 
-    def step_of(model, **arguments) -> Callable[[], None]:
-        def step() -> None:
-            model(ids, labels=ids, **arguments).loss.backward()
-            model.zero_grad()
+    def step() -> None:
+        model.train()
+        model(ids, labels=ids, use_cache=False, **arguments).loss.backward()
+        model.zero_grad()
+        model.eval()
 
-        return step
+    return step
 
-    eager, peer = step_of(new_model(), num_loops=LOOPS), gpt2().train()
-    yield compare_times(
-        ("training step, gradients through 8 of 12 loops", eager),
-        ("GPT-2, 56 layers", step_of(peer, use_cache=False)), _few(rounds), 1.0, True, warm=rounds > 3,
-    )  # fmt: skip
-    peer.eval()
-    compiled = new_model()
+
+def training(seconds: float) -> Iterator[Ratio]:
+    is_quick, compiled = seconds <= QUICK_SECONDS, copy.deepcopy(looped())
     for layer in compiled.model.layers:
         layer.compile(dynamic=False)
-    step = step_of(compiled, num_loops=LOOPS)
-    yield compare_times(("training step, compiled", step), ("eager", eager), _few(rounds), 1.25, True)
+    steps = [
+        training_step(looped(), num_loops=LOOPS),
+        training_step(gpt2()),
+        training_step(compiled, num_loops=LOOPS),
+    ]
+    steps[-1]()  # compiles
+    times = timed_rounds("training step", steps, seconds, warm=not is_quick)
+    yield ratio_of("training step, gradients through 8 of 12 loops", "GPT-2, 56 layers", times[:, [0, 1]], 1.0, True)
+    yield ratio_of("training step, compiled", "eager", times[:, [2, 0]], 1.25, True)
+    if not is_quick:
+        with FlopCounterMode(display=False) as counter:
+            steps[0]()
+        matrix, work = torch.randn(2048, 2048), (counter.get_total_flops() / 1e9, 2 * 2048**3 / 1e9)
+        what, against = ("training step, per FLOP", steps[0]), ("product of 2048 x 2048", lambda: matrix @ matrix)
+        yield compare_times(what, against, seconds, work=work)
 
 
 def shares_of_products() -> Iterator[Share]:
-    model, ids = new_model(), token_ids(4, 128)
-
-    def step() -> None:
-        model(ids, labels=ids, num_loops=LOOPS).loss.backward()
-
     for name, function in (
-        ("training step", step),
+        ("training step", training_step(looped(), num_loops=LOOPS)),
         ("prefill, 512 tokens", prefiller(looped(), token_ids(1, 512))),
-        ("decode, batch 1, context 64", decoder(looped(), 1, 64)),
-        ("decode, batch 8, context 64", decoder(looped(), 8, 64)),
+        ("decode, batch 1, context 64", decoder(looped(), 1, 64, tokens=4)),
+        ("decode, batch 8, context 64", decoder(looped(), 8, 64, tokens=4)),
     ):
         function()
         with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("between operators"):
@@ -332,32 +379,34 @@ def shares_of_products() -> Iterator[Share]:
         yield Share(name, products / sum(times.values()), attention / sum(times.values()))
 
 
-def growing(rounds: int) -> Iterator[Ratio]:
+def growing(seconds: float) -> Iterator[Ratio]:
     """Time per layer application (head left out) as loops and text grow."""
-    base = looped()
+    base, is_quick = looped(), seconds <= QUICK_SECONDS
 
     def decode(num_loops: int, context: int) -> Callable[[], None]:
-        past, ids = LoopCache(base.config), token_ids(1, context)
-        with torch.inference_mode():
-            base.model(ids, past_key_values=past, num_loops=num_loops)
+        past, token = LoopCache(base.config), token_ids(1, 1)
+        if num_loops == LOOPS:
+            past = context_cache(base, 1, context)
+        else:
+            with torch.inference_mode():
+                base.model(token_ids(1, context), past_key_values=past, num_loops=num_loops)
 
         @torch.inference_mode()
         def run() -> None:
-            for _ in range(2):
-                base.model(ids[:, -1:], past_key_values=past, num_loops=num_loops)
-            past.crop(-2)
+            base.model(token, past_key_values=past, num_loops=num_loops)
+            past.crop(-1)
 
         return run
 
     at_12 = ("12 loops", decode(LOOPS, 64))
-    for loops in (1, 4, 32, 64) if rounds > 3 else (1, 64):
+    for loops in (1, 64) if is_quick else (1, 4, 32, 64):
         work = (8 + 4 * loops, APPLICATIONS)
-        yield compare_times((f"time per layer, {loops} loops", decode(loops, 64)), at_12, rounds, 1.1, work=work)
-    for context in (128, 256, 500) if rounds > 3 else (500,):
-        yield compare_times((f"time per layer, context {context}", decode(LOOPS, context)), ("64", at_12[1]), rounds)
+        yield compare_times((f"time per layer, {loops} loops", decode(loops, 64)), at_12, seconds, 1.1, work=work)
+    for context in (448,) if is_quick else (128, 256, 448):
+        yield compare_times((f"time per layer, context {context}", decode(LOOPS, context)), ("64", at_12[1]), seconds)
 
 
-MEASUREMENTS: dict[str, Callable[[int], Iterator[Ratio]]] = {
+MEASUREMENTS: dict[str, Callable[[float], Iterator[Ratio]]] = {
     "decode": decoding_one,
     "batches": decoding_batches,
     "prefill": prefilling,
@@ -368,44 +417,31 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Ratio]]] = {
     "growth": growing,
 }
 
-# What a fresh process does; it prints seconds, or the peak of its memory in MiB.
-IMPORT = "import time; s = time.perf_counter(); {module}; print(time.perf_counter() - s)"
-OURS, THEIRS = (
-    "from recurrent_gpt2 import RecurrentGPT2ForCausalLM as M",
-    "from transformers import GPT2LMHeadModel as M",
-)
-LOAD = "import time; {module}; s = time.perf_counter(); M.from_pretrained({folder!r}); print(time.perf_counter() - s)"
-# The kernel's own record: `getrusage` would give a child the peak of its parent.
-PEAK = """
-import contextlib, torch
+# What a fresh process does: it imports, loads, and reads a text of 512 tokens.
+FRESH = """
+import json, time
+started = time.perf_counter()
 {module}
-model = M.from_pretrained({folder!r}).eval()
+imported = time.perf_counter()
+model = Model.from_pretrained({folder!r})
+loaded = time.perf_counter()
+
+import contextlib, torch
 packed = getattr(model, "packed_weights", contextlib.nullcontext)  # as in `generate`
 with torch.inference_mode(), packed():
-    model(torch.zeros(1, 512, dtype=torch.long), use_cache=True, logits_to_keep=1{arguments})
+    past = model(torch.zeros(1, 512, dtype=torch.long), use_cache=True, logits_to_keep=1).past_key_values
+slots = [slot for layer in past.layers for slot in getattr(layer, "slots", [layer])]
+# The kernel's own record: `getrusage` would give a child the peak of its parent.
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(int(status["VmHWM"].split()[0]) / 1024)
+print(json.dumps({{
+    "import": imported - started,
+    "load": loaded - imported,
+    "peak_mib": int(status["VmHWM"].split()[0]) / 1024,
+    "cache_bytes": sum(slot.keys.nbytes + slot.values.nbytes for slot in slots),
+}}))
 """
-
-
-def in_fresh_process(code: str) -> float:
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return float(output.split()[-1])
-
-
-def loading(rounds: int, folder: Path) -> list[Ratio]:
-    """Import and load time of fresh processes, against GPT-2 (12 layers)."""
-    results = []
-    for name, template, count in (("import", IMPORT, rounds), ("load", LOAD, _few(rounds))):
-        pairs = []
-        for _ in tqdm(range(count), desc=name, unit=" rounds"):
-            ours = in_fresh_process(template.format(module=OURS, folder=str(folder / "ours")))
-            pairs.append((ours, in_fresh_process(template.format(module=THEIRS, folder=str(folder / "gpt2")))))
-        seconds = np.array(pairs)
-        ratios, medians = seconds[:, 0] / seconds[:, 1], 1000 * np.median(seconds, axis=0)
-        spread = (float(np.median(ratios)), float(ratios.min()), float(ratios.max()))
-        results.append(Ratio(name, "GPT-2, 12 layers", *spread, *medians.tolist(), reach=1.1))
-    return results
+OURS = "from recurrent_gpt2 import RecurrentGPT2ForCausalLM as Model"
+THEIRS = "from transformers import GPT2LMHeadModel as Model"
 
 
 @dataclass
@@ -417,26 +453,37 @@ class Memory:
     peak_mib: float  # of a fresh process, the weights included
 
 
-def memory(folder: Path) -> list[Memory]:
-    results, ids = [], token_ids(1, 512)
-    for strategy in ("per_step", "last_step"):
-        past = LoopCache(looped().config, strategy)
-        with torch.inference_mode():
-            looped()(ids, past_key_values=past, logits_to_keep=1)
-        arguments = f", past_key_values=__import__('recurrent_gpt2').LoopCache(model.config, {strategy!r})"
-        code = PEAK.format(module=OURS, folder=str(folder / "ours"), arguments=arguments)
-        results.append(Memory(strategy, past.num_bytes(), in_fresh_process(code)))
-    with torch.inference_mode():
-        past = gpt2(12)(ids, use_cache=True, logits_to_keep=1).past_key_values
-    in_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
-    code = PEAK.format(module=THEIRS, folder=str(folder / "gpt2"), arguments="")
-    results.append(Memory("GPT-2, 12 layers", in_bytes, in_fresh_process(code)))
-    return results
+def in_fresh_process(module: str, folder: Path) -> dict[str, float]:
+    code = FRESH.format(module=module, folder=str(folder))
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def loading(rounds: int, folders: dict[str, Path]) -> tuple[list[Ratio], list[Memory]]:
+    """Times and memory of fresh processes, of ours with either cache strategy in turn, and of GPT-2 (12 layers).
+
+    `folders`: of models, by strategy and for `GPT-2, 12 layers`.
+    """
+    *strategies, peer = folders
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    times: dict[str, list[tuple[float, float]]] = {"import": [], "load": []}
+    for strategy in tqdm((strategies * rounds)[:rounds], desc="import and load", unit=" rounds"):
+        ours, theirs = in_fresh_process(OURS, folders[strategy]), in_fresh_process(THEIRS, folders[peer])
+        found[strategy].append(ours)
+        found[peer].append(theirs)
+        for name, pairs in times.items():
+            pairs.append((ours[name], theirs[name]))
+    ratios = [ratio_of(name, peer, np.array(pairs), 1.1) for name, pairs in times.items()]
+    memory = [
+        Memory(name, int(runs[0]["cache_bytes"]), float(np.median([run["peak_mib"] for run in runs])))
+        for name, runs in found.items()
+    ]
+    return ratios, memory
 
 
 @dataclass
 class Findings:
-    rounds: int
+    seconds: float  # of rounds, for each measurement
     machine: str = f"{platform.machine()}, {torch.get_num_threads()} threads"
     torch_version: str = torch.__version__
     ratios: list[Ratio] = field(default_factory=list)
@@ -452,7 +499,7 @@ def measure(found: Findings, names: list[str]) -> Iterator[None]:
     """Adds to the findings, with a pause after each addition."""
     with looped().packed_weights():  # as in `generate`
         for name in (name for name in MEASUREMENTS if name in names):
-            for ratio in MEASUREMENTS[name](found.rounds):
+            for ratio in MEASUREMENTS[name](found.seconds):
                 found.ratios.append(ratio)
                 yield
             gc.collect()
@@ -461,21 +508,23 @@ def measure(found: Findings, names: list[str]) -> Iterator[None]:
             yield
     if "loading" in names:
         with tempfile.TemporaryDirectory() as temporary:
-            looped().save_pretrained(f"{temporary}/ours")
-            gpt2(12).save_pretrained(f"{temporary}/gpt2")
-            found.ratios += loading(found.rounds, Path(temporary))
-            yield
-            found.memory += memory(Path(temporary))
+            folders = {name: Path(temporary, name) for name in (*CACHE_STRATEGIES, "GPT-2, 12 layers")}
+            for strategy in CACHE_STRATEGIES:
+                looped().config.cache_strategy = strategy
+                looped().save_pretrained(folders[strategy])
+            gpt2(12).save_pretrained(folders["GPT-2, 12 layers"])
+            ratios, found.memory = loading(2 if found.seconds <= QUICK_SECONDS else 9, folders)
+            found.ratios += ratios
             yield
 
 
 def print_tables(found: Findings) -> None:
-    table = Table("measured", "against", "ratio", "range", "reach", "", "ms", "ms against")
+    table = Table("measured", "against", "ratio", "range", "rounds", "reach", "", "ms", "ms against")
     marks = {None: "", True: "reached", False: "missed"}
     for r in found.ratios:
         table.add_row(
-            r.what, r.against, f"{r.ratio:.3f}", f"{r.lowest:.3f}-{r.highest:.3f}", r.goal, marks[r.is_reached],
-            f"{r.milliseconds:.1f}", f"{r.milliseconds_against:.1f}",
+            r.what, r.against, f"{r.ratio:.3f}", f"{r.lowest:.3f}-{r.highest:.3f}", str(r.rounds), r.goal,
+            marks[r.is_reached], f"{r.milliseconds:.1f}", f"{r.milliseconds_against:.1f}",
         )  # fmt: skip
     console = Console(width=160)
     console.print(table)
@@ -494,12 +543,12 @@ def print_tables(found: Findings) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MEASUREMENTS, "shares", "loading"]
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="three rounds, one of what takes long, no profiles")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of rounds, for each measurement")
+    parser.add_argument("--quick", action="store_true", help="two seconds each, fewer points, no profiles")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
     options = parser.parse_args(arguments)
-    found = Findings(rounds=3 if options.quick else options.rounds)
+    found = Findings(seconds=QUICK_SECONDS if options.quick else options.seconds)
     try:
         for _ in measure(found, options.only or [name for name in names if not options.quick or name != "shares"]):
             if options.output is not None:  # nothing is lost if it is stopped

@@ -38,8 +38,9 @@ def benchmark_table() -> Table:
         r = Ratio(**values)
         mark = {None: "", True: "yes", False: "**no**"}[r.is_reached]
         kind = "speed" if r.is_speed else "time"
-        rows.append([r.what, r.against, f"{kind} x {r.ratio:.2f}", f"{r.lowest:.2f}-{r.highest:.2f}", r.goal, mark])
-    return Table("", ["measured", "against", "median", "range", "goal", "reached"], rows)
+        spread = f"{r.lowest:.2f}-{r.highest:.2f}"
+        rows.append([r.what, r.against, f"{kind} x {r.ratio:.2f}", spread, str(r.rounds), r.goal, mark])
+    return Table("", ["measured", "against", "median", "range", "rounds", "goal", "reached"], rows)
 
 
 def shares_table() -> Table:

@@ -27,11 +27,17 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # as it is while a checkpoint is loaded: there is nothing to fill, slowly
+            super().reset_parameters()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else self._packed
-        if packed is None or x.dtype != torch.float32 or x.device.type != "cpu":
+        packed = self._packed
+        if packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nn.functional.linear(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return nn.functional.linear(x, self.weight)
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
 
     def pack(self) -> None:
         """Starts to use a copy of the weight that is laid out for products."""
@@ -78,7 +84,7 @@ def _has_packed_products() -> bool:
     weight, x = torch.arange(6.0).view(2, 3), torch.ones(1, 3)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        return torch.allclose(torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), x @ weight.T)
+        return torch.allclose(torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], ""), x @ weight.T)
     except (AttributeError, RuntimeError, TypeError):
         return False
 
@@ -99,11 +105,15 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.float64):
             return super().forward(x)
-        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
-        return (x * self.weight).div_(torch.hypot(rms, _scalar(math.sqrt(self.eps), x.dtype, x.device)))
+        scale, root_eps = _norm_constants(x.shape[-1], self.eps, x.dtype, x.device)
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(scale).hypot_(root_eps)
+        return (x * self.weight).div_(rms)
 
 
 @lru_cache
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _norm_constants(
+    width: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """d^-1/2 and eps^1/2 as tensors, which numbers would be turned into at every call."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
+        return tuple(torch.tensor(value, dtype=dtype, device=device) for value in (width**-0.5, math.sqrt(eps)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evaluation import benchmark
-from evaluation.benchmark import Ratio, compare_times
+from evaluation.benchmark import Ratio, compare_times, timed_rounds
 from recurrent_gpt2 import RecurrentGPT2Config
 from tests.helpers import random_ids, tiny_model
 
@@ -18,15 +18,24 @@ def clock(monkeypatch):
 
 def test_ratios_are_of_the_same_rounds(clock):
     slow, fast = (lambda: [next(clock) for _ in range(4)]), (lambda: next(clock))
-    result = compare_times(("slow", slow), ("fast", fast), rounds=3)
+    result = compare_times(("slow", slow), ("fast", fast), seconds=40)  # a round takes ten ticks
     assert (result.what, result.against) == ("slow", "fast")
     assert result.ratio == result.lowest == result.highest == 5 / 2
     assert result.milliseconds == 5000
+    assert result.rounds == 3  # of four: the first is for warming up
+
+
+@pytest.mark.parametrize(("warm", "calls"), [(True, 2), (False, 1)])
+def test_one_round_counts_however_little_time_there_is(warm, calls):
+    called = []
+    times = timed_rounds("slow", [lambda: called.append(1)], seconds=0, warm=warm)
+    assert times.shape == (1, 1)
+    assert len(called) == calls
 
 
 def test_speeds_are_the_inverse_and_count_the_work(clock):
     slow, fast = (lambda: [next(clock) for _ in range(4)]), (lambda: next(clock))
-    result = compare_times(("slow", slow), ("fast", fast), rounds=3, is_speed=True, work=(10, 1))
+    result = compare_times(("slow", slow), ("fast", fast), seconds=20, is_speed=True, work=(10, 1))
     assert result.ratio == pytest.approx(2 / (5 / 10))
     assert result.milliseconds == 500
 
@@ -35,8 +44,8 @@ def test_speeds_are_the_inverse_and_count_the_work(clock):
     ("ratio", "is_speed", "reached"), [(0.9, False, True), (1.1, False, False), (1.1, True, True), (0.9, True, False)]
 )
 def test_a_time_should_be_below_its_goal_and_a_speed_above(ratio, is_speed, reached):
-    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, 1.0, is_speed).is_reached is reached
-    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, None, is_speed).is_reached is None
+    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, 3, 1.0, is_speed).is_reached is reached
+    assert Ratio("a", "b", ratio, ratio, ratio, 1, 1, 3, None, is_speed).is_reached is None
 
 
 def test_decoding_starts_from_the_same_cache_every_time():
@@ -55,16 +64,18 @@ def test_decoding_starts_from_the_same_cache_every_time():
 
 def test_the_bare_matrices_are_all_that_a_token_passes_through(monkeypatch):
     monkeypatch.setattr(benchmark, "LOOPS", 5)
-    model, applied = tiny_model(num_loops=5), []
+    model, applied, used = tiny_model(num_loops=5), [], []
     monkeypatch.setattr(benchmark, "linear", lambda row, weight: applied.append(weight))
-    benchmark.bare_matrices(model)()
-    used = []
+    benchmark.products_alone(model, 1, bare=True)()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda module, *_: used.append(module.weight))
     with torch.no_grad():
         model(random_ids(1, 1))
     assert sorted(map(id, applied)) == sorted(map(id, used))
+    used.clear()
+    benchmark.products_alone(model, 3)()
+    assert list(map(id, applied)) == list(map(id, used))
 
 
 def test_prescribed_exits_are_spread_evenly_up_to_the_most():
@@ -83,8 +94,9 @@ def test_the_layers_that_are_counted_are_those_of_the_papers_model():
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsys):
-    def measurement(rounds):
-        yield compare_times(("this", lambda: None), ("that", lambda: None), rounds, reach=1e9)
+    def measurement(seconds):
+        assert seconds == benchmark.QUICK_SECONDS
+        yield compare_times(("this", lambda: None), ("that", lambda: None), 0, reach=1e9)
 
     monkeypatch.setattr(benchmark, "MEASUREMENTS", {"one": measurement})
     monkeypatch.setattr(benchmark, "looped", tiny_model)
@@ -98,7 +110,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
 def test_the_shares_of_products_are_shares(monkeypatch):
     model = tiny_model(hidden_size=256, num_attention_heads=4)
     monkeypatch.setattr(benchmark, "looped", lambda: model)
-    monkeypatch.setattr(benchmark, "new_model", lambda: tiny_model(hidden_size=256, num_attention_heads=4).train())
     monkeypatch.setattr(benchmark, "token_ids", lambda batch, length: random_ids(batch, min(length, 16)))
     for with_products in (benchmark.PRODUCTS, ()):
         monkeypatch.setattr(benchmark, "PRODUCTS", with_products)
@@ -109,12 +120,32 @@ def test_the_shares_of_products_are_shares(monkeypatch):
         assert all(0 < share.attention < 1 - share.products for share in shares)
 
 
-def test_fresh_processes_import_and_load(tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path / "ours")
-    benchmark.GPT2LMHeadModel(benchmark.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)).save_pretrained(
-        tmp_path / "gpt2"
-    )
-    imported, loaded = benchmark.loading(1, tmp_path)
+def test_decoders_share_a_context_and_leave_it_as_it_was(monkeypatch):
+    model = tiny_model(num_loops=6)
+    monkeypatch.setattr(benchmark, "token_ids", random_ids)
+    past = benchmark.context_cache(model, 2, 7)
+    before = [slot.keys.clone() for layer in past.layers for slot in getattr(layer, "slots", [layer])]
+    for policy in (benchmark.PrescribedExit(4), benchmark.FixedLoops()):
+        benchmark.decoder(model, 2, 7, exit_policy=policy)()
+    after = [slot.keys for layer in past.layers for slot in getattr(layer, "slots", [layer])]
+    assert benchmark.context_cache(model, 2, 7) is past
+    assert all(map(torch.equal, before, after))
+
+
+def test_fresh_processes_import_load_and_read(tmp_path):
+    model = tiny_model(max_position_embeddings=512)
+    folders = {name: tmp_path / name for name in ("per_step", "last_step", "GPT-2")}
+    for strategy in ("per_step", "last_step"):
+        model.config.cache_strategy = strategy
+        model.save_pretrained(folders[strategy])
+    config = benchmark.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20, bos_token_id=0, eos_token_id=0)
+    benchmark.GPT2LMHeadModel(config).save_pretrained(folders["GPT-2"])
+    (imported, loaded), memory = benchmark.loading(2, folders)
     assert (imported.what, loaded.what) == ("import", "load")
+    assert imported.rounds == loaded.rounds == 2
     assert imported.milliseconds > 100  # torch and transformers alone
     assert loaded.milliseconds > 0.1
+    assert [used.what for used in memory] == ["per_step", "last_step", "GPT-2"]
+    assert memory[2].cache_bytes == 2 * 512 * 8 * 4
+    assert memory[0].cache_bytes > memory[1].cache_bytes
+    assert all(used.peak_mib > 100 for used in memory)
