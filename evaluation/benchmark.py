@@ -343,24 +343,26 @@ def training_step(model, **arguments) -> Callable[[], None]:
 
 
 def training(seconds: float) -> Iterator[Ratio]:
-    is_quick, compiled = seconds <= QUICK_SECONDS, copy.deepcopy(looped())
+    is_quick, compiled, matrix = seconds <= QUICK_SECONDS, copy.deepcopy(looped()), torch.randn(2048, 2048)
     for layer in compiled.model.layers:
         layer.compile(dynamic=False)
-    steps = [
-        training_step(looped(), num_loops=LOOPS),
-        training_step(gpt2()),
-        training_step(compiled, num_loops=LOOPS),
-    ]
-    steps[-1]()  # compiles
-    times = timed_rounds("training step", steps, seconds, warm=not is_quick)
+    eager, peer = training_step(looped(), num_loops=LOOPS), training_step(gpt2())
+    fused = training_step(compiled, num_loops=LOOPS)
+    fused()  # compiles
+
+    def multiply() -> None:
+        for _ in range(16):
+            matrix @ matrix
+
+    functions = [eager, peer, fused, multiply]
+    times = timed_rounds("training step", functions, 4 * seconds, warm=not is_quick)  # a round takes long
     yield ratio_of("training step, gradients through 8 of 12 loops", "GPT-2, 56 layers", times[:, [0, 1]], 1.0, True)
     yield ratio_of("training step, compiled", "eager", times[:, [2, 0]], 1.25, True)
-    if not is_quick:
+    if not is_quick:  # counting takes another step
         with FlopCounterMode(display=False) as counter:
-            steps[0]()
-        matrix, work = torch.randn(2048, 2048), (counter.get_total_flops() / 1e9, 2 * 2048**3 / 1e9)
-        what, against = ("training step, per FLOP", steps[0]), ("product of 2048 x 2048", lambda: matrix @ matrix)
-        yield compare_times(what, against, seconds, work=work)
+            eager()
+        work = (counter.get_total_flops() / 1e9, 16 * 2 * 2048**3 / 1e9)
+        yield ratio_of("training step, per GFLOP", "product of 2048 x 2048", times[:, [0, 3]], work=work)
 
 
 def shares_of_products() -> Iterator[Share]:

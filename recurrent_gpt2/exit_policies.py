@@ -107,7 +107,9 @@ class ExitPolicy:
             return torch.zeros(view.state.shape[0], dtype=torch.bool, device=view.state.device)
         hits = measure < self.threshold  # False for NaN
         if self.patience > 1:
-            hits_in_a_row = view.memory.get("hits_in_a_row", 0)
+            hits_in_a_row = view.memory.pop("hits_in_a_row", 0)
+            if not hits.any():  # as most often, at most of the steps
+                return hits
             view.memory["hits_in_a_row"] = hits_in_a_row = (hits_in_a_row + 1) * hits
             hits = hits_in_a_row >= self.patience
         return hits if view.step + 1 >= self.min_loops else torch.zeros_like(hits)

@@ -423,17 +423,17 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         for step in range(num_loops):
             with torch.set_grad_enabled(torch.is_grad_enabled() and step >= first_with_gradient):
                 new_state = self._step(group, step, loop, noise, context)
-            update, loop.state = None if policy is None else new_state - loop.state, new_state
+            previous_state, loop.state = loop.state, new_state
             if context.keep_trajectory:
                 trajectory.append(loop.all_states())
             if policy is None or step == num_loops - 1:
                 continue
-            update = update.flatten(0, 1)
             state = new_state.flatten(0, 1)
+            update = state - previous_state.flatten(0, 1)
             exits = policy(LoopView(group, step, state, update, loop.previous_update, loop.memory, context.decode))
             check_exits(exits, policy, state.shape[0], loop.memory)
             loop.previous_update = update
-            leaving = int(exits.sum())
+            leaving = int(exits.count_nonzero())
             if leaving == state.shape[0]:
                 break
             if leaving > 0:
