@@ -105,15 +105,13 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float32, torch.float64):
             return super().forward(x)
-        scale, root_eps = _norm_constants(x.shape[-1], self.eps, x.dtype, x.device)
-        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(scale).hypot_(root_eps)
-        return (x * self.weight).div_(rms)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        rms = norm.mul_(constant(x.shape[-1] ** -0.5, x.dtype, x.device))
+        return (x * self.weight).div_(rms.hypot_(constant(math.sqrt(self.eps), x.dtype, x.device)))
 
 
 @lru_cache
-def _norm_constants(
-    width: int, eps: float, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """d^-1/2 and eps^1/2 as tensors, which numbers would be turned into at every call."""
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A number as a tensor, which it would be turned into at every use. Never to be written to."""
     with torch.inference_mode(False):
-        return tuple(torch.tensor(value, dtype=dtype, device=device) for value in (width**-0.5, math.sqrt(eps)))
+        return torch.tensor(value, dtype=dtype, device=device)
