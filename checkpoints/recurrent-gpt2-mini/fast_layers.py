@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 ROWS = 512  # that a layout is made for. It serves few rows as well as one that is made for them, but not the reverse.
+MANY_ROWS = 256  # beyond which the stock product is the faster one, unless the matrix is wider than what it is given
 
 
 class Linear(nn.Linear):
@@ -35,7 +36,8 @@ class Linear(nn.Linear):
         packed = self._packed
         if packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nn.functional.linear(x, self.weight)
-        if x.dtype != torch.float32 or x.device.type != "cpu":
+        has_many_rows = x.numel() > MANY_ROWS * self.in_features and self.out_features <= self.in_features
+        if has_many_rows or x.dtype != torch.float32 or x.device.type != "cpu":
             return nn.functional.linear(x, self.weight)
         return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
 

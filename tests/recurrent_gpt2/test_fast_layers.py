@@ -24,6 +24,15 @@ def test_packed_products_are_the_stock_ones(shape):
         assert is_packed(layer) == [False]
 
 
+@pytest.mark.parametrize(("rows", "width", "stock"), [(300, 40, True), (300, 80, False), (100, 40, False)])
+def test_many_rows_are_left_to_the_stock_product_where_it_is_faster(rows, width, stock, monkeypatch):
+    layer, x, used = Linear(48, width), torch.randn(3, rows // 3, 48), []
+    monkeypatch.setattr(nn.functional, "linear", lambda x, weight: used.append(weight) or x @ weight.T)
+    with torch.no_grad(), packed_weights(layer):
+        torch.testing.assert_close(layer(x), x @ layer.weight.T, atol=1e-5, rtol=1e-5)
+    assert len(used) == stock
+
+
 @pytest.mark.parametrize(
     "change",
     [
