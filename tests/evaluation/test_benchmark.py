@@ -110,6 +110,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
 def test_the_shares_of_products_are_shares(monkeypatch):
     model = tiny_model(hidden_size=256, num_attention_heads=4)
     monkeypatch.setattr(benchmark, "looped", lambda: model)
+    monkeypatch.setattr(benchmark, "naive", lambda: model)
     monkeypatch.setattr(benchmark, "token_ids", lambda batch, length: random_ids(batch, min(length, 16)))
     for with_products in (benchmark.PRODUCTS, ()):
         monkeypatch.setattr(benchmark, "PRODUCTS", with_products)
