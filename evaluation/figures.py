@@ -29,8 +29,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
+from recurrent_gpt2.geometry import Projection
+
 from .exit_tradeoff import PAPER_THRESHOLDS, Result, compare, read_results
-from .geometry import Projection
 from .trajectories import Trajectories, load_trajectories
 
 # Okabe and Ito's palette, which the colour-blind can tell apart; markers and dashes say the same in black and white.

@@ -9,9 +9,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM
+from recurrent_gpt2.geometry import LoopGeometry
 
 from .common import mean_depth
-from .geometry import LoopGeometry
 
 
 @torch.no_grad()

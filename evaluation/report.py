@@ -32,7 +32,6 @@ from jinja2 import Environment, FileSystemLoader
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.data import Source
 
-from .claims import check_claims, gain_of_loops
 from .common import held_out_documents, load_checkpoint, spread_blocks
 from .exit_tradeoff import (
     FIXED_DEPTHS,
@@ -49,6 +48,7 @@ from .exit_tradeoff import (
 )
 from .figures import PAPER_RULES, cosines_above_floor, draw_figures, read_geometry
 from .observations import CacheCost, Sample, continue_blocks, last_step_cost, measure_geometry, token_depths
+from .study.claims import check_claims, gain_of_loops
 from .trajectories import write_trajectories
 
 CAPTIONS = {

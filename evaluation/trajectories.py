@@ -28,7 +28,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tqdm.auto import tqdm
 
-from . import geometry
+from recurrent_gpt2 import geometry
+
 from .common import load_checkpoint
 
 STATISTICS = pa.schema(

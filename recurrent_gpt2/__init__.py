@@ -13,6 +13,7 @@ from .exit_policies import (
     available_exit_policies,
     register_exit_policy,
 )
+from .geometry import LoopGeometry
 from .loop_cache import LoopCache
 from .modeling_recurrent_gpt2 import (
     RecurrentGPT2ForCausalLM,
@@ -33,6 +34,7 @@ __all__ = [
     "FixedLoops",
     "KLExit",
     "LoopCache",
+    "LoopGeometry",
     "LoopView",
     "RecurrentGPT2Config",
     "RecurrentGPT2ForCausalLM",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import training.estimate
-from evaluation import documents
-from tests.helpers import REMOTE_CODE, ROOT, random_ids, tiny_model
+from evaluation.study import documents
+from tests.helpers import ROOT, random_ids, tiny_model
 from training.card import check_card
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,7 +75,7 @@ def test_the_table_of_starts_from_gpt2_is_that_of_its_file():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_tables_are_those_of_their_files(path):
-    assert documents.fill(path.read_text()) == path.read_text(), "run `python -m evaluation.documents`"
+    assert documents.fill(path.read_text()) == path.read_text(), "run `python -m evaluation.study.documents`"
 
 
 def test_a_number_that_has_drifted_is_noticed():
@@ -116,9 +116,3 @@ def test_the_shipped_card_says_what_its_files_say():
 def test_the_estimate_is_what_the_command_prints(capsys):
     training.estimate.main([str(ROOT / "training/recipes/paper.yaml")])
     assert capsys.readouterr().out.strip() in (ROOT / "docs/training.md").read_text()
-
-
-def test_the_shipped_checkpoint_carries_the_code_of_the_package():
-    for name in REMOTE_CODE:
-        shipped = ROOT / "checkpoints/recurrent-gpt2-mini" / name
-        assert shipped.read_text() == (ROOT / "recurrent_gpt2" / name).read_text(), f"copy recurrent_gpt2/{name} there"

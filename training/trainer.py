@@ -15,8 +15,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from evaluation.geometry import LoopGeometry
 from recurrent_gpt2 import sample_num_loops
+from recurrent_gpt2.geometry import LoopGeometry
 
 from .card import render_card
 from .data import StreamedBlocks, collate

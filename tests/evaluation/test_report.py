@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from evaluation import exit_tradeoff, report
-from evaluation.claims import check_claims
 from evaluation.common import load_checkpoint
 from evaluation.exit_tradeoff import pool
 from evaluation.observations import last_step_cost, token_depths
+from evaluation.study.claims import check_claims
 from recurrent_gpt2 import LoopCache
 from tests.helpers import random_ids, tiny_model
 from tests.training.runs import TEXT

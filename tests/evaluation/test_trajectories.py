@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation import geometry, trajectories
+from evaluation import trajectories
 from evaluation.trajectories import load_trajectories, write_trajectories
-from recurrent_gpt2 import RecurrentGPT2ForCausalLM
+from recurrent_gpt2 import RecurrentGPT2ForCausalLM, geometry
 from tests.helpers import ROOT, tiny_model
 
 TEXT = "TheQuickBrownFoxJumpsOverTheLazyDogAndRunsAwayIntoTheNightWithoutASoundOrATraceOfItself" * 2

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from evaluation import claims
-from evaluation.claims import DOES_NOT, HOLDS, IN_PART, NOT_MEASURED, UNTESTABLE
 from evaluation.exit_tradeoff import Result, Setting
+from evaluation.study import claims
+from evaluation.study.claims import DOES_NOT, HOLDS, IN_PART, NOT_MEASURED, UNTESTABLE
 
 
 def group(norms, cosines, above=None):

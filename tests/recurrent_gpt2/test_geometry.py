@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation import geometry
-from evaluation.geometry import LoopGeometry, RunningMoments
+from recurrent_gpt2 import geometry
+from recurrent_gpt2.geometry import LoopGeometry, RunningMoments
 
 
 def random_states(steps=6, tokens=5, width=7, seed=0):

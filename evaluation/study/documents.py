@@ -1,8 +1,8 @@
-"""Fills the tables of README.md and docs/ from the files that the commands wrote: `python -m evaluation.documents`.
+"""Fills the tables of README.md and docs/ from what the commands wrote: `python -m evaluation.study.documents`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
 `docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
-`ngrams.json` (of `evaluation.ngrams`) and `controls.json` (of `evaluation.controls`).
+`ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of `evaluation.study.controls`).
 """
 
 import json
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .benchmark import Ratio
-from .report import (
+from ..benchmark import Ratio
+from ..report import (
     Table,
     cache_table,
     claims_table,
@@ -24,7 +24,7 @@ from .report import (
     token_table,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 import training.train
-from evaluation import controls
+from evaluation.study import controls
 from tests.training.runs import tiny_run
 
 

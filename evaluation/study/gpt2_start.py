@@ -1,4 +1,4 @@
-"""Which way of turning a GPT-2 into a looped model starts from the lowest loss: `python -m evaluation.gpt2_start`.
+"""Which way to turn a GPT-2 into a looped model starts from the lowest loss: `python -m evaluation.study.gpt2_start`.
 
 Trains a small GPT-2 on the documentation strings of this Python installation (a few minutes on two cores) and measures
 the loss of looped models made from it, before any further training, on held-out text.

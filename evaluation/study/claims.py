@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .exit_tradeoff import Comparison, Result, compare
+from ..exit_tradeoff import Comparison, Result, compare
 
 HOLDS, IN_PART, DOES_NOT = "holds", "holds in part", "does not hold"
 UNTESTABLE = "can't be tested at this size"

@@ -1,4 +1,4 @@
-"""Runs beside each other at the same training step: `python -m evaluation.controls NAME=RUN ... --step 400`.
+"""Runs beside each other at the same training step: `python -m evaluation.study.controls NAME=RUN ... --step 400`.
 
 `NAME=RUN@200` reads a run at another step than the rest.
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from training.trainer import newest_whole_checkpoint
 
+from ..figures import read_geometry
 from .claims import settled_cosine, steps_to_shrink
-from .figures import read_geometry
 
 
 @dataclass

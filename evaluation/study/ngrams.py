@@ -1,4 +1,4 @@
-"""What a unigram and a bigram model make of a run's text: `python -m evaluation.ngrams RECIPE --output_dir RUN ...`.
+"""Unigrams and bigrams on the text of a run: `python -m evaluation.study.ngrams RECIPE --output_dir RUN ...`.
 
 Takes the recipe and the overrides that the run was trained with, counts its training text (a random part of it that is
 as large as what the run goes through, and all of it) and scores its own validation blocks, with its tokenizer: the

@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from evaluation import ngrams
+from evaluation.study import ngrams
 from tests.training.runs import tiny_run
 
 
