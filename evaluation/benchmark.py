@@ -26,7 +26,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
@@ -139,9 +138,15 @@ def _seconds(function: Callable) -> float:
 
 
 @cache
-def looped() -> RecurrentGPT2ForCausalLM:
+def naive() -> RecurrentGPT2ForCausalLM:
+    """Made of stock modules: what training takes."""
     torch.manual_seed(0)
     return RecurrentGPT2ForCausalLM(RecurrentGPT2Config(num_loops=LOOPS)).eval()
+
+
+@cache
+def looped() -> RecurrentGPT2ForCausalLM:
+    return copy.deepcopy(naive()).optimize_for_inference()
 
 
 @cache
@@ -149,11 +154,6 @@ def gpt2(layers: int = APPLICATIONS) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # as ours
     return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_positions=512, use_cache=True, **no_dropout)).eval()
-
-
-@cache
-def naive() -> RecurrentGPT2ForCausalLM:
-    return copy.deepcopy(looped())  # copies come without packed weights
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:
@@ -194,36 +194,30 @@ def prefiller(model, ids: torch.Tensor, **arguments) -> Callable[[], None]:
 
 def matrices(model: RecurrentGPT2ForCausalLM) -> list[nn.Linear]:
     """All that a token passes through, in their order."""
-    base, config, passed = model.model, model.config, []
-    group_of = {group[0]: index for index, group in enumerate(config.loop_groups)}
-    looped_layers = {layer for group in config.loop_groups for layer in group}
+    base, passed = model.model, []
 
-    def of_layer(layer: int) -> list[nn.Linear]:
-        block = base.layers[layer]
-        return [block.attention.qkv_proj, block.attention.o_proj, block.mlp.up_proj, block.mlp.down_proj]
+    def of_layers(layers: list[int]) -> list[nn.Linear]:
+        blocks = [base.layers[layer] for layer in layers]
+        return [m for b in blocks for m in (b.attention.qkv_proj, b.attention.o_proj, b.mlp.up_proj, b.mlp.down_proj)]
 
-    for layer in range(config.num_hidden_layers):
-        if layer in group_of:
-            group = group_of[layer]
-            passed.append(base.loop_inputs[group].input_proj)
-            step = [base.loop_inputs[group].state_proj]
-            step += [matrix for index in config.loop_groups[group] for matrix in of_layer(index)]
-            passed += step * LOOPS
-        elif layer not in looped_layers:
-            passed += of_layer(layer)
+    for stage in model.config.stages:
+        if stage.group is None:
+            passed += of_layers(stage.layers)
+        else:
+            entry = base.loop_inputs[stage.group]
+            passed += [entry.input_proj, *([entry.state_proj, *of_layers(stage.layers)] * LOOPS)]
     return [*passed, model.lm_head]
 
 
-def products_alone(model: RecurrentGPT2ForCausalLM, batch: int, bare: bool = False) -> Callable[[], None]:
-    """A token's products, back to back; `bare`: by `F.linear`, with weights as they are."""
+def products_alone(model: RecurrentGPT2ForCausalLM, batch: int) -> Callable[[], None]:
+    """A token's products, back to back."""
     passed = matrices(model)
     rows = {width: torch.randn(batch, 1, width) for width in {matrix.in_features for matrix in passed}}
 
     @torch.inference_mode()
     def apply() -> None:
         for matrix in passed:
-            row = rows[matrix.in_features]
-            linear(row, matrix.weight) if bare else matrix(row)
+            matrix(rows[matrix.in_features])
 
     return apply
 
@@ -249,7 +243,7 @@ def decoding_one(seconds: float) -> Iterator[Ratio]:
         )  # fmt: skip
     yield compare_times(
         ("decode, batch 1, context 64", decoder(looped(), 1, 64)),
-        ("bare F.linear of the same matrices", products_alone(looped(), 1, bare=True)), seconds, 1.15,
+        ("bare F.linear of the same matrices", products_alone(naive(), 1)), seconds, 1.15,
     )  # fmt: skip
 
 
@@ -330,7 +324,7 @@ def scoring(seconds: float) -> Iterator[Ratio]:
 
 
 def training_step(model, batch: int = 4, length: int = 128, **arguments) -> Callable[[], None]:
-    """Ours has gradients through the last 8 of 12 loops. Nothing is packed in training: it takes the naive model."""
+    """Ours has gradients through the last 8 of 12 loops."""
     ids = token_ids(batch, length)
 
     def step() -> None:
@@ -343,7 +337,7 @@ def training_step(model, batch: int = 4, length: int = 128, **arguments) -> Call
 
 
 def training(seconds: float) -> Iterator[Ratio]:
-    is_quick, compiled, matrix = seconds <= QUICK_SECONDS, copy.deepcopy(looped()), torch.randn(2048, 2048)
+    is_quick, compiled, matrix = seconds <= QUICK_SECONDS, copy.deepcopy(naive()), torch.randn(2048, 2048)
     for layer in compiled.model.layers:
         layer.compile(dynamic=False)
     eager, peer = training_step(naive(), num_loops=LOOPS), training_step(gpt2())
@@ -431,9 +425,10 @@ imported = time.perf_counter()
 model = Model.from_pretrained({folder!r})
 loaded = time.perf_counter()
 
-import contextlib, torch
-packed = getattr(model, "packed_weights", contextlib.nullcontext)  # as in `generate`
-with torch.inference_mode(), packed():
+import torch
+if hasattr(model, "optimize_for_inference"):
+    model.optimize_for_inference()
+with torch.inference_mode():
     past = model(torch.zeros(1, 512, dtype=torch.long), use_cache=True, logits_to_keep=1).past_key_values
 slots = [slot for layer in past.layers for slot in getattr(layer, "slots", [layer])]
 # The kernel's own record: `getrusage` would give a child the peak of its parent.
@@ -502,21 +497,20 @@ class Findings:
 
 def measure(found: Findings, names: list[str]) -> Iterator[None]:
     """Adds to the findings, with a pause after each addition."""
-    with looped().packed_weights():  # as in `generate`
-        for name in (name for name in MEASUREMENTS if name in names):
-            for ratio in MEASUREMENTS[name](found.seconds):
-                found.ratios.append(ratio)
-                yield
-            gc.collect()
-        for share in shares_of_products() if "shares" in names else ():
-            found.shares.append(share)
+    for name in (name for name in MEASUREMENTS if name in names):
+        for ratio in MEASUREMENTS[name](found.seconds):
+            found.ratios.append(ratio)
             yield
+        gc.collect()
+    for share in shares_of_products() if "shares" in names else ():
+        found.shares.append(share)
+        yield
     if "loading" in names:
         with tempfile.TemporaryDirectory() as temporary:
             folders = {name: Path(temporary, name) for name in (*CACHE_STRATEGIES, "GPT-2, 12 layers")}
             for strategy in CACHE_STRATEGIES:
-                looped().config.cache_strategy = strategy
-                looped().save_pretrained(folders[strategy])
+                naive().config.cache_strategy = strategy
+                naive().save_pretrained(folders[strategy])
             gpt2(12).save_pretrained(folders["GPT-2, 12 layers"])
             ratios, found.memory = loading(2 if found.seconds <= QUICK_SECONDS else 9, folders)
             found.ratios += ratios

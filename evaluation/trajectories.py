@@ -41,18 +41,15 @@ STATISTICS = pa.schema(
 
 def points_between(config, num_loops: list[int]) -> dict[str, int]:
     """Names of the states between blocks, and their places among `hidden_states` (one per layer application)."""
-    points, place, layer = {"embeddings": 0}, 0, 0
-    first_layers = {group[0]: (index, len(group)) for index, group in enumerate(config.loop_groups)}
-    while layer < config.num_hidden_layers:
-        if layer in first_layers:
-            group, size = first_layers[layer]
-            place += size * num_loops[group]
-            points[f"group_{group}"] = place
-            layer += size
-        else:
+    points, place = {"embeddings": 0}, 0
+    for stage in config.stages:
+        if stage.group is not None:
+            place += len(stage.layers) * num_loops[stage.group]
+            points[f"group_{stage.group}"] = place
+            continue
+        for layer in stage.layers:
             place += 1
             points[f"layer_{layer}"] = place
-            layer += 1
     points.popitem()
     return points | {"final_norm": place}  # transformers gives the last hidden state behind it
 

@@ -81,47 +81,74 @@ class ActiveTokens:
 
 
 class LoopState:
-    """The tokens of a group that are still looping, and the last states of those that have left.
+    """The loop of a group on its way: the tokens that are still looping, and the last states of those that have left.
 
     As long as all tokens are active, `active` is None and `state` is [batch, seq, hidden]; then it is packed, [1, n,
-    hidden].
+    hidden]. `steps` counts the steps that have been taken, of at most `most`.
     """
 
-    def __init__(self, state: torch.Tensor, projected_input: torch.Tensor, real_tokens: torch.Tensor | None):
-        self.final = state
-        self.loop_steps = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
-        self.active = None if real_tokens is None else ActiveTokens.from_mask(real_tokens)
-        self.state = state if self.active is None else self.active.pack(state)
+    def __init__(
+        self,
+        group: int,
+        start: torch.Tensor,
+        projected_input: torch.Tensor,
+        most: int,
+        looped_tokens: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
+    ):
+        self.group, self.most, self.noise = group, most, noise
+        self.steps, self.is_done = 0, False
+        self.final = start
+        self.loop_steps = torch.zeros(start.shape[:2], dtype=torch.long, device=start.device)
+        self.active = None if looped_tokens is None else ActiveTokens.from_mask(looped_tokens)
+        self.state = start if self.active is None else self.active.pack(start)
         self.projected_input = projected_input if self.active is None else self.active.pack(projected_input)
         self.all_projected_inputs = projected_input
         self.previous_update: torch.Tensor | None = None  # [n, hidden]
         self.memory: dict[str, torch.Tensor] = {}  # of the policy, [n, ...] each
         self.layer_values: list[torch.Tensor] = []  # of the last step, where tokens are frozen instead of left out
+        self.trajectory: list[torch.Tensor] | None = None  # s(0), s(1), ... [batch, seq, hidden], if they are kept
 
     def all_states(self) -> torch.Tensor:
         """[batch, seq, hidden]"""
         return self.state if self.active is None else self.active.unpack(self.state, self.final)
 
-    def leave(self, exits: torch.Tensor, steps: int) -> None:
-        """Takes the tokens at `exits` [n] out of the loop after `steps` steps."""
+    def advance(self, state: torch.Tensor) -> torch.Tensor:
+        """Takes a step to the new state, and returns the one before."""
+        previous, self.state = self.state, state
+        self.steps += 1
+        self.is_done = self.steps == self.most
+        if self.trajectory is not None:
+            self.trajectory.append(self.all_states())
+        return previous
+
+    def leave(self, exits: torch.Tensor) -> None:
+        """Takes the tokens at `exits` [n] out of the loop."""
+        leaving = int(exits.count_nonzero())
+        if leaving == len(exits):
+            self.is_done = True
+            return
+        if leaving == 0:
+            return
         if self.active is None:
             batch, length, hidden = self.state.shape
             everything = torch.arange(batch * length, device=exits.device)
             self.active = ActiveTokens(everything, batch, length)
             self.state = self.state.reshape(1, -1, hidden)
             self.projected_input = self.projected_input.reshape(1, -1, hidden)
-        self.finish(steps)
+        self.record()
         stay = (~exits).nonzero().squeeze(1)
         self.active = self.active.keep(stay)
         self.state, self.projected_input = self.state[:, stay], self.projected_input[:, stay]
-        self.previous_update = self.previous_update[stay]
+        if self.previous_update is not None:
+            self.previous_update = self.previous_update[stay]
         self.memory = {name: value[stay] for name, value in self.memory.items()}
 
-    def finish(self, steps: int) -> None:
-        """Records the states of all active tokens as their last, after `steps` steps."""
+    def record(self) -> None:
+        """Keeps the states of all active tokens as their last, and the steps that they took."""
         self.final = self.all_states()
         if self.active is None:
-            self.loop_steps.fill_(steps)
-        elif len(self.active) > 0:
-            steps_taken = self.loop_steps.new_full((1, len(self.active)), steps)
+            self.loop_steps.fill_(self.steps)
+        else:
+            steps_taken = self.loop_steps.new_full((1, len(self.active)), self.steps)
             self.loop_steps = self.active.unpack(steps_taken, self.loop_steps)

@@ -1,6 +1,7 @@
 """Configuration of RecurrentGPT2: a GPT-2-like decoder in which groups of layers are looped independently."""
 
 import math
+from typing import NamedTuple
 
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig, strict
@@ -9,6 +10,16 @@ STATE_INITS = ("noise", "zeros", "input")
 INITIALIZERS = ("takase", "normal")
 CACHE_STRATEGIES = ("per_step", "last_step")
 GPT2_END_OF_TEXT = 50256
+# Bounds beyond which nothing is meant and much breaks, in ways that do not say why.
+MAX_LOOPS = 10_000
+MAX_SIZE = 2**31 - 1
+
+
+class Stage(NamedTuple):
+    """A part of the network: layers that are applied once, or those of a loop group."""
+
+    layers: list[int]
+    group: int | None = None
 
 
 @strict
@@ -100,9 +111,19 @@ class RecurrentGPT2Config(PreTrainedConfig):
                 f"`num_loops` is {num_loops}: {len(counts)} counts, but `loop_groups` {self.loop_groups} has "
                 f"{len(self.loop_groups)} groups. Give one int for all groups or one per group."
             )
-        if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in counts):
-            raise ValueError(f"`num_loops` is {num_loops}: every count must be an int of at least 1.")
+        if any(type(count) is not int or not 1 <= count <= MAX_LOOPS for count in counts):
+            raise ValueError(f"`num_loops` is {num_loops}: every count must be an int from 1 to {MAX_LOOPS}.")
         return counts
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The network in order: what comes before the first group, a group, what stands between groups, and so on."""
+        stages, layer = [], 0
+        for index, group in enumerate(self.loop_groups):
+            stages += [Stage(list(range(layer, group[0]))), Stage(group, index)]
+            layer = group[-1] + 1
+        stages.append(Stage(list(range(layer, self.num_hidden_layers))))
+        return [stage for stage in stages if stage.layers]
 
     @property
     def effective_depth(self) -> float:
@@ -113,8 +134,9 @@ class RecurrentGPT2Config(PreTrainedConfig):
     def validate_sizes(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                      "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 1.")
+            most = MAX_LOOPS if name == "num_hidden_layers" else MAX_SIZE
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be from 1 to {most}.")
         if self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"`hidden_size` is {self.hidden_size}, but must be a multiple of `num_attention_heads`, which is "
@@ -137,9 +159,9 @@ class RecurrentGPT2Config(PreTrainedConfig):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a finite number above 0.")
         if self.loop_sigma is None and self.mean_loops != int(self.mean_loops):
             raise ValueError(f"`mean_loops` is {self.mean_loops}, but must be whole where `loop_sigma` is None.")
-        for name in ("loop_sigma", "loop_noise"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a finite number of at least 0.")
+        for name, most in {"loop_sigma": 10, "loop_noise": 1e6}.items():
+            if not 0 <= (getattr(self, name) or 0) <= most:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be a number from 0 to {most:g}.")
 
     def validate_choices(self):
         allowed = {

@@ -14,13 +14,14 @@ With s(k) the state after k steps and D(k) = s(k+1) - s(k) the update of step k 
 | `acceleration` | `AccelerationExit`  | norm(D(k) - D(k-1)) < threshold (eq. 5)  | O(d)           |
 """
 
-import math
 import reprlib
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
+import transformers
 
 # A count no loop reaches: larger ones would overflow the tensors that they are compared with.
 MAX_COUNT = 1_000_000
@@ -39,19 +40,23 @@ class LoopView:
     decode: Callable[[torch.Tensor], torch.Tensor]  # state -> logits [n, vocab]; costs something only when called
 
 
-_REGISTRY: dict[str, type["ExitPolicy"]] = {}
+# The policies of this file, and those of users. A checkpoint's own copy of this file is a module of its own, with the
+# first dictionary to itself; the second is kept where every copy finds it, so that a policy registered with any of
+# them is known to all.
+_BUILT_IN: dict[str, type["ExitPolicy"]] = {}
+_OF_USERS: dict[str, type["ExitPolicy"]] = vars(transformers).setdefault("_recurrent_gpt2_exit_policies", {})
 
 
 def register_exit_policy(name: str) -> Callable[[type["ExitPolicy"]], type["ExitPolicy"]]:
     """Class decorator: makes a policy available as `exit_policy=name` and loadable from a generation config."""
 
     def register(cls: type["ExitPolicy"]) -> type["ExitPolicy"]:
-        known = _REGISTRY.get(name)
+        known = _registered(name)
         same = known is not None and (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
         if known is not None and not same:
             raise ValueError(f"exit policy {name!r} is already registered, by {known.__qualname__}.")
         cls.name = name
-        _REGISTRY[name] = cls
+        (_BUILT_IN if cls.__module__ == __name__ else _OF_USERS)[name] = cls
         return cls
 
     return register
@@ -59,7 +64,11 @@ def register_exit_policy(name: str) -> Callable[[type["ExitPolicy"]], type["Exit
 
 def available_exit_policies() -> list[str]:
     """Names that `exit_policy=` accepts."""
-    return sorted(_REGISTRY)
+    return sorted({*_BUILT_IN, *_OF_USERS})
+
+
+def _registered(name: str) -> type["ExitPolicy"] | None:
+    return _BUILT_IN.get(name) or _OF_USERS.get(name)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class ExitPolicy:
         if self.threshold is None:
             object.__setattr__(self, "threshold", self._default_threshold())
         threshold_ok = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not threshold_ok or not 0 <= self.threshold < math.inf:
+        if not threshold_ok or not 0 <= self.threshold <= sys.float_info.max:
             raise ValueError(
                 f"`threshold` of {type(self).__name__} is {_shown(self.threshold)}, but must be a finite number >= 0."
             )
@@ -116,7 +125,7 @@ class ExitPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as a JSON-able dict; `from_dict` is the way back."""
-        if _REGISTRY.get(self.name) is not type(self):  # a subclass inherits the name, but is not what it stands for
+        if _registered(self.name) is not type(self):  # a subclass inherits the name, but is not what it stands for
             raise ValueError(
                 f"{type(self).__name__} has no name to be saved under: @register_exit_policy gives it one."
             )
@@ -129,9 +138,9 @@ class ExitPolicy:
             raise ValueError(f"`exit_policy` {_shown(settings)} has no name, such as {{'name': 'acceleration'}}.")
         settings = dict(settings)
         name = settings.pop("name")
-        if name not in _REGISTRY:
+        cls = _registered(name)
+        if cls is None:
             raise ValueError(f"`exit_policy` {_shown(name)} is unknown. Known: {', '.join(available_exit_policies())}.")
-        cls = _REGISTRY[name]
         allowed = {field.name for field in fields(cls)}
         if unknown := [key for key in settings if key not in allowed]:
             raise ValueError(
@@ -241,7 +250,10 @@ class KLExit(ExitPolicy):
 
 def _shown(value: Any) -> str:
     """A value for an error message: short, however long or deep what a file had there."""
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of too many digits
+        return f"a {type(value).__name__} that is too long to show"
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,16 @@ Everything else (sampling, beams, assistants, streamers, stopping) is the stock 
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import ModelOutput, logging
 
 from .exit_policies import exit_policy_to_json, resolve_exit_policy
-from .fast_layers import packed_weights
 from .loop_cache import LoopCache, check_cache_strategy
 
 logger = logging.get_logger(__name__)
@@ -36,17 +37,7 @@ class LoopGenerationMixin:
         each token to predict the next one, 0 at padding. (The last token generated is not fed to the model again.)
         """
         _check_cache_implementation(kwargs.get("cache_implementation"))
-        if kwargs.get("assistant_early_exit") is not None:
-            raise ValueError(
-                "`assistant_early_exit` cuts layers off, which loops do not survive: use "
-                "`assistant_model=model.draft(num_loops=2)`."
-            )
-        with self.packed_weights():
-            return super().generate(*args, **kwargs)
-
-    def packed_weights(self):
-        """A context in which products with few rows are fast on CPU: see `fast_layers.py`. `generate` enters it."""
-        return packed_weights(self)
+        return super().generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
@@ -69,6 +60,11 @@ class LoopGenerationMixin:
         """Takes the arguments of the loops, or their defaults, out of the generation config: they go to `forward`."""
         given = {name: kwargs.pop(name) for name in LOOP_ARGUMENTS if name in kwargs}
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "`assistant_early_exit` cuts layers off, which loops do not survive: use "
+                "`assistant_model=model.draft(num_loops=2)`."
+            )
         defaults = {name: generation_config.__dict__.pop(name, None) for name in LOOP_ARGUMENTS}
         chosen = {**defaults, **given}
         if chosen["num_loops"] is not None:
@@ -87,25 +83,43 @@ class LoopGenerationMixin:
         model_kwargs.pop("cache_strategy", None)  # not for `forward`: `_prepare_cache_for_generation` takes it
         super()._validate_model_kwargs(model_kwargs)
 
+    def _prepare_model_inputs(self, *args, **kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        if 0 in inputs.shape[:2]:
+            raise ValueError(f"`{name}` has {inputs.shape[0]} row(s) of {inputs.shape[1]} tokens: there is no prompt.")
+        return inputs, name, model_kwargs
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
         cache_strategy = model_kwargs.pop("cache_strategy", None)
         _check_cache_implementation(generation_config.cache_implementation)
         check_cache_strategy(cache_strategy or self.config.cache_strategy)
-        if cache_strategy == "last_step" and generation_config.cache_implementation == "static":
-            raise ValueError("`cache_strategy='last_step'` and `cache_implementation='static'` exclude each other.")
         max_cache_length = self._limit_length(generation_config, model_kwargs, max_cache_length)
-        makes_cache = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
-        if makes_cache and generation_config.cache_implementation != "static":
-            model_kwargs["past_key_values"] = LoopCache(self.config, cache_strategy)
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
             return
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
+        length = None
+        if generation_config.cache_implementation == "static":
+            # As the stock cache: as long as the longest so far, so that a shorter text needs no new compilation.
+            known = (getattr(generation_config, "max_cache_len", None), getattr(self, "_previous_max_cache_length", 0))
+            length = self._previous_max_cache_length = max(max_cache_length, *(known or 0 for known in known))
+        model_kwargs["past_key_values"] = LoopCache(self.config, cache_strategy, length, model_kwargs.get("num_loops"))
 
-    def _prepare_static_cache(self, *args, max_cache_len: int, model_kwargs: dict[str, Any], **kwargs) -> LoopCache:
-        return LoopCache(self.config, max_cache_len=max_cache_len, num_loops=model_kwargs.get("num_loops"))
+    def _get_logits_processor(self, *args, model_kwargs: dict[str, Any] | None = None, **kwargs):
+        """Guidance runs the model once more at every token, without a prompt: with the same loops."""
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                given = model_kwargs or {}
+                loops = {name: given.get(name) for name in ("exit_policy", "num_loops")}
+                processor.model = partial(self, **loops)
+                if processor.unconditional_context["use_cache"]:
+                    strategy = getattr(given.get("past_key_values"), "cache_strategy", None)
+                    processor.unconditional_context["past_key_values"] = LoopCache(self.config, strategy)
+        return processors
 
     def _limit_length(self, generation_config, model_kwargs: dict[str, Any], max_cache_length: int) -> int:
         """Ends generation at the last position that the model has, with a warning, instead of failing there."""
@@ -170,7 +184,9 @@ class LoopGenerationMixin:
             steps = scored.loop_steps
         else:
             return outputs
-        outputs["loop_steps"] = steps if steps.shape[1] != real.shape[1] else steps * real[..., None]
+        # Of a prompt that was given as embeddings, the sequences have nothing; its padding has no steps already.
+        prompt = steps.shape[1] - real.shape[1]
+        outputs["loop_steps"] = torch.cat([steps[:, :prompt], steps[:, prompt:] * real[..., None]], dim=1)
         return outputs
 
     def _real_tokens(self, sequences, input_ids, beams: int, generation_config, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -199,9 +199,6 @@ class StaticStepsLayer(StaticLayer):
         self.deeper = [StaticLayer(max_cache_len) for _ in range(num_loops - 1)]  # steps 1, 2, ...
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, loop_step: int = 0, **kwargs):
-        if loop_step > len(self.deeper):
-            loops = 1 + len(self.deeper)
-            raise ValueError(f"this static cache was made for {loops} loops, but `num_loops` asks for more.")
         if loop_step == 0:
             return super().update(key_states, value_states)
         return self.deeper[loop_step - 1].update(key_states, value_states)
@@ -223,8 +220,8 @@ class LoopCache(Cache):
     Args:
         config: The model's config: it says which layers are looped.
         cache_strategy: `per_step` or `last_step`; the config's when left out.
-        max_cache_len: Gives a cache of fixed size for this many tokens and for fixed loops.
-        num_loops: Loops of that fixed cache (an int, or one per group); the config's when left out.
+        max_cache_len: Gives a static cache, of this many tokens and for fixed loops.
+        num_loops: Loops of that static cache (an int, or one per group); the config's when left out.
 
     `loop_steps` [batch, tokens, groups] holds the steps that every token in the cache took.
     """
@@ -238,6 +235,8 @@ class LoopCache(Cache):
     ):
         strategy = config.cache_strategy if cache_strategy is None else cache_strategy
         check_cache_strategy(strategy)
+        if max_cache_len is not None and strategy != "per_step":
+            raise ValueError(f"a static cache has a slot per loop step: `cache_strategy` {strategy!r} excludes it.")
         group_of = {layer: index for index, group in enumerate(config.loop_groups) for layer in group}
         loops = config.loops_per_group(num_loops)
 
@@ -252,7 +251,28 @@ class LoopCache(Cache):
 
         super().__init__(layers=[make_layer(layer) for layer in range(config.num_hidden_layers)])
         self.cache_strategy = strategy
+        self.static_loops = None if max_cache_len is None else loops
         self.loop_steps: torch.Tensor | None = None
+
+    def check_pass(self, batch: int, length: int, num_loops: list[int], is_adaptive: bool) -> None:
+        """Fails with a sentence where a pass over `length` further tokens of `batch` rows can't be right."""
+        first = self.layers[0]
+        if first.is_initialized and first.keys.shape[0] != batch:
+            raise ValueError(f"the cache holds {first.keys.shape[0]} row(s), but the input has {batch}.")
+        if self.static_loops is None:
+            return
+        if is_adaptive:
+            raise ValueError("a static cache takes fixed loops only: leave out `exit_policy`, or the static cache.")
+        if num_loops != self.static_loops:
+            raise ValueError(
+                f"this static cache was made for `num_loops` {self.static_loops}, but the call asks for {num_loops}: "
+                "what it holds would be wrong for them."
+            )
+        if not torch.compiler.is_compiling() and first.get_seq_length() + length > first.max_cache_len:
+            raise ValueError(
+                f"this static cache has room for {first.max_cache_len} tokens and holds {int(first.get_seq_length())}, "
+                f"but the input has {length} more: make it larger (`max_cache_len`)."
+            )
 
     def record_loop_steps(self, loop_steps: torch.Tensor) -> None:
         """Appends the steps [batch, tokens, groups] of the tokens that a forward pass has just added."""
@@ -268,6 +288,8 @@ class LoopCache(Cache):
         return sum(slot.keys.nbytes + slot.values.nbytes for slot in slots)
 
     def crop(self, tokens_to_remove: int) -> None:
+        if self.static_loops is not None:
+            raise ValueError("a static cache can't be cropped: reset it, or use a cache without `max_cache_len`.")
         super().crop(tokens_to_remove)
         if self.loop_steps is not None:
             self.loop_steps = self.loop_steps[:, : max(self.loop_steps.shape[1] + tokens_to_remove, 0)]

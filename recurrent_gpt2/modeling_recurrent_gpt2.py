@@ -12,7 +12,7 @@ keys and values of its last step, and nothing more is computed for it.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -34,7 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .active_tokens import ActiveTokens, LoopState
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
-from .fast_layers import Linear, RMSNorm
+from .fast_layers import LOAD_AGAIN, PRECISIONS, replace_layers
 from .from_gpt2 import config_from_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
@@ -117,8 +118,8 @@ class RecurrentGPT2Attention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
 
-        self.qkv_proj = Linear(config.hidden_size, 3 * config.hidden_size)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.o_proj.is_output_projection = True
 
     def forward(
@@ -159,8 +160,8 @@ class RecurrentGPT2Attention(nn.Module):
 class RecurrentGPT2MLP(nn.Module):
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.down_proj.is_output_projection = True
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -173,12 +174,12 @@ class RecurrentGPT2Block(GradientCheckpointingLayer):
 
     def __init__(self, config: RecurrentGPT2Config, layer_idx: int):
         super().__init__()
-        self.attention_input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = RecurrentGPT2Attention(config, layer_idx)
-        self.attention_output_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp_input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = RecurrentGPT2MLP(config)
-        self.mlp_output_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.resid_dropout = config.resid_dropout
 
     def forward(
@@ -206,8 +207,8 @@ class RecurrentGPT2LoopInput(nn.Module):
 
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
-        self.state_proj = Linear(config.hidden_size, config.hidden_size)
-        self.input_proj = Linear(config.hidden_size, config.hidden_size)
+        self.state_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.input_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, state: torch.Tensor, projected_input: torch.Tensor) -> torch.Tensor:
         return self.state_proj(state) + projected_input
@@ -252,8 +253,58 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`, after which all auto classes find the code, whichever class was saved."""
+        if self.is_optimized:
+            raise ValueError(LOAD_AGAIN + "save it.")
         self.config.auto_map = dict(AUTO_MAP)
         return super().save_pretrained(*args, **kwargs)
+
+    is_optimized = False  # for inference
+
+    def optimize_for_inference(self, weights: str = "float32"):
+        """Makes the model faster on CPU and returns it. One call after loading; there is no way back.
+
+        Large matrices are laid out once for products (`weights`: the precision that they are kept in), in place of the
+        stock weights, and norms take fewer operations: see `fast_layers.py`. Nothing is held twice, so an optimised
+        model can't be trained, adapted, quantised, converted or saved: load it again for that.
+        """
+        if weights not in PRECISIONS:
+            raise ValueError(f"`weights` is {weights!r}, but must be one of {', '.join(PRECISIONS)}.")
+        if self.is_optimized:
+            raise ValueError("this model is optimised for inference already.")
+        if is_fsdp_managed_module(self) or any(p.device.type != "cpu" or p.is_meta for p in self.parameters()):
+            raise ValueError("`optimize_for_inference` is for models that are whole and on the CPU.")
+        if self.dtype != torch.float32 or getattr(self, "hf_quantizer", None) is not None:
+            raise ValueError(f"the model is quantised or in {self.dtype}: load it in float32 to optimise it.")
+        if any(type(module).__module__.startswith("peft.") for module in self.modules()):
+            raise ValueError("the model has adapters: merge and unload them (`merge_and_unload()`) to optimise it.")
+        replace_layers(self)
+        self.requires_grad_(False)
+        for module in self.modules():  # the base model too, which may be saved or trained on its own
+            if isinstance(module, RecurrentGPT2PreTrainedModel):
+                module.is_optimized = True
+        return self.eval()
+
+    def train(self, mode: bool = True):
+        if mode and self.is_optimized:
+            raise ValueError(LOAD_AGAIN + "train it.")
+        return super().train(mode)
+
+    def load_state_dict(self, *args, **kwargs):
+        if self.is_optimized:
+            raise ValueError(LOAD_AGAIN + "give it other weights.")
+        return super().load_state_dict(*args, **kwargs)
+
+    def add_adapter(self, *args, **kwargs):
+        if self.is_optimized:
+            raise ValueError(LOAD_AGAIN + "adapt it.")
+        return super().add_adapter(*args, **kwargs)
+
+    def _apply(self, fn, *args, **kwargs):
+        before = torch.zeros(1)
+        after = fn(before) if self.is_optimized else before
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise ValueError(LOAD_AGAIN + "move it or change its precision.")
+        return super()._apply(fn, *args, **kwargs)
 
     def _init_matrix(self, weight: torch.Tensor, is_output_projection: bool) -> None:
         """Takase's initialisation, as Geiping et al. use it for loops."""
@@ -267,28 +318,62 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
 
 @dataclass
-class _LoopContext:
-    """What the loops of one forward pass share."""
+class LoopPlan:
+    """How the groups of a pass are to loop."""
 
+    num_loops: list[int]  # of each group; the most, under a policy
+    policies: list[Policy | None]
+    is_training: bool  # fresh noise, and gradients through the last loops
+    keep_trajectory: bool = False
+    decode: Callable[[torch.Tensor], torch.Tensor] | None = None  # states to logits, for policies that ask for them
+
+    @property
+    def is_adaptive(self) -> bool:
+        return any(policy is not None for policy in self.policies)
+
+    def without_exits(self, num_loops: int) -> "LoopPlan":
+        groups = len(self.num_loops)
+        return replace(self, num_loops=[num_loops] * groups, policies=[None] * groups)
+
+
+@dataclass
+class ForwardPass:
+    """What the stages of one pass share, and what they leave behind."""
+
+    plan: LoopPlan
     position_ids: torch.Tensor  # [batch or 1, seq]
     attention_mask: Any  # in the form that the attention kernel takes; None: plain causal
     make_dense_mask: Callable[[], torch.Tensor | None]  # the same as a tensor [batch, 1, seq, keys]
-    real_tokens: torch.Tensor | None  # [batch, seq]; None: all tokens are looped, padding too if there is any
+    real_tokens: torch.Tensor | None  # [batch, seq], False at padding; None: none is known
+    leaves_padding_out: bool  # of the loops; else padding, if there is any, is looped with the rest
     cache: LoopCache | None
     freeze: bool  # compute all tokens and freeze the inactive, for kernels that can't take the active ones alone
-    decode: Callable[[torch.Tensor], torch.Tensor]
-    keep_trajectory: bool
-    kwargs: dict[str, Any]  # for the layers
+    layer_arguments: dict[str, Any]
+    loop_steps: list[torch.Tensor] = field(default_factory=list)  # of each group, [batch, seq]
+    trajectories: list[torch.Tensor] = field(default_factory=list)  # of each group, [steps + 1, batch, seq, hidden]
     _dense_mask: torch.Tensor | None = None
 
+    @property
     def dense_mask(self) -> torch.Tensor | None:
         """Made when some token first leaves its loop."""
         if self._dense_mask is None:
             self._dense_mask = self.make_dense_mask()
         return self._dense_mask
 
+    def cache_arguments(self, **arguments: Any) -> dict[str, Any]:
+        return {} if self.cache is None else {"past_key_values": self.cache, **arguments}
+
+    def all_loop_steps(self, like: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, groups], for states like these [batch, seq, hidden]."""
+        no_groups = torch.zeros(*like.shape[:2], 0, dtype=torch.long, device=like.device)
+        steps = torch.stack(self.loop_steps, dim=-1) if self.loop_steps else no_groups
+        return steps if self.real_tokens is None else steps * self.real_tokens[..., None]
+
 
 class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
+    """The network is a sequence of stages (`config.stages`), run in order for all tokens: layers that are applied once
+    (`run_layers`), and loop groups (`run_group`: `enter`, `step` until all tokens have left, `leave`)."""
+
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -297,8 +382,9 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         self.dropout = nn.Dropout(config.embd_dropout)
         self.layers = nn.ModuleList(RecurrentGPT2Block(config, index) for index in range(config.num_hidden_layers))
         self.loop_inputs = nn.ModuleList(RecurrentGPT2LoopInput(config) for _ in config.loop_groups)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.register_buffer("start_noise", self.make_start_noise(), persistent=False)
+        self.register_load_state_dict_post_hook(_fill_start_noise)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -313,6 +399,12 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             seed = config.noise_seed * 1_000_003 + group
             of_group.copy_(_fill_with_noise(on_cpu, torch.Generator().manual_seed(seed)))
         return noise
+
+    def _apply(self, fn, *args, **kwargs):
+        super()._apply(fn, *args, **kwargs)
+        if not self.start_noise.is_meta:  # `to_empty` leaves it unfilled
+            self.start_noise.copy_(self.make_start_noise())
+        return self
 
     @merge_with_config_defaults
     @capture_outputs
@@ -334,184 +426,183 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         Args:
             attention_mask: 2D, 0 at padding, for all tokens cached and new; or a ready-made 4D mask.
             position_ids: Counted from the 2D mask when left out, so that padding on either side changes nothing.
-            num_loops: Loops of every group, or one number per group. In training, drawn at random when left out.
-            exit_policy: When tokens leave a loop before `num_loops`: see `exit_policies.py`. Eval mode only.
+            num_loops: Loops of every group, or one number per group. When left out, the config's; in training mode,
+                where gradients are recorded, drawn at random.
+            exit_policy: When tokens leave a loop before `num_loops`: see `exit_policies.py`. Not for training.
             output_loop_trajectory: Return the states of all loop steps.
             decode: Maps states to logits, for policies that ask for them; `RecurrentGPT2ForCausalLM` passes its head.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-        policies = resolve_exit_policy(exit_policy, len(self.config.loop_groups))
-        adaptive = any(policy is not None for policy in policies)
-        if self.training and adaptive:
-            raise ValueError("`exit_policy` is for inference: call `model.eval()` first, or leave it out in training.")
-        if self.training and num_loops is None:
-            num_loops = sample_num_loops(self.config)
-        num_loops = self.config.loops_per_group(num_loops)
-
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        plan = self._plan_loops(num_loops, exit_policy, output_loop_trajectory, decode)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = LoopCache(self.config)
-        self._check_cache(past_key_values, adaptive)
-        if position_ids is None:
-            position_ids = self._count_positions(inputs_embeds, attention_mask, past_key_values)
-        self._check_length(inputs_embeds, position_ids, past_key_values)
-        real_tokens = None  # [batch, seq], where padding is known
-        if attention_mask is not None and attention_mask.ndim == 2:
-            real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
-        context = self._loop_context(
-            inputs_embeds, attention_mask, position_ids, past_key_values, real_tokens, adaptive, kwargs,
-            decode or _no_head, output_loop_trajectory,
-        )  # fmt: skip
+        run = self._prepare(inputs_embeds, attention_mask, position_ids, past_key_values, plan, kwargs)
 
-        hidden_states = (inputs_embeds + self.embed_positions(position_ids)) * self.embedding_scale
+        hidden_states = (inputs_embeds + self.embed_positions(run.position_ids)) * self.embedding_scale
         hidden_states = self.dropout(hidden_states)
-        loop_steps, trajectories = [], []
-        group_starting_at = {group[0]: index for index, group in enumerate(self.config.loop_groups)}
-        layer = 0
-        while layer < len(self.layers):
-            group = group_starting_at.get(layer)
-            if group is not None:
-                hidden_states, steps, trajectory = self._run_group(
-                    group, hidden_states, num_loops[group], policies[group], context
-                )
-                loop_steps.append(steps)
-                trajectories.append(trajectory)
-                layer += len(self.config.loop_groups[group])
-                continue
-            cache_arguments = {} if past_key_values is None else {"past_key_values": past_key_values}
-            hidden_states = self.layers[layer](
-                hidden_states, attention_mask=context.attention_mask, **cache_arguments, **kwargs
-            )
-            layer += 1
+        for stage in self.config.stages:
+            if stage.group is None:
+                hidden_states = self.run_layers(stage.layers, hidden_states, run)
+            else:
+                hidden_states = self.run_group(stage.group, hidden_states, run)
         hidden_states = self.norm(hidden_states)
 
-        if loop_steps:
-            loop_steps = torch.stack(loop_steps, dim=-1)
-        else:
-            loop_steps = torch.zeros(*hidden_states.shape[:2], 0, dtype=torch.long, device=hidden_states.device)
-        if real_tokens is not None:
-            loop_steps = loop_steps * real_tokens[..., None]  # padding may have been looped with the rest
+        loop_steps = run.all_loop_steps(hidden_states)
         if past_key_values is not None and not past_key_values.is_compileable:
             past_key_values.record_loop_steps(loop_steps)
         return RecurrentModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values,
             loop_steps=loop_steps,
-            loop_trajectory=tuple(trajectories) if output_loop_trajectory else None,
+            loop_trajectory=tuple(run.trajectories) if output_loop_trajectory else None,
         )
 
-    def _run_group(
-        self, group: int, entry: torch.Tensor, num_loops: int, policy: Policy | None, context: _LoopContext
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The loop of a group, from its input e [batch, seq, hidden] to every token's last state, the same shape; with
-        the steps taken [batch, seq] and, if asked for, the states of all steps [steps + 1, batch, seq, hidden]."""
-        noise = None  # fresh in training
-        if not self.training and (self.config.state_init == "noise" or self.config.loop_noise > 0):
-            noise = self.start_noise[group][context.position_ids].expand_as(entry)
-        loop = LoopState(
-            self._start_state(entry, noise),
-            self.loop_inputs[group].input_proj(entry),
-            context.real_tokens,
-        )
-        trajectory = [loop.final]
-        first_with_gradient = 0
-        if self.training and self.config.backprop_loops is not None:
-            first_with_gradient = num_loops - self.config.backprop_loops
-
-        for step in range(num_loops):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and step >= first_with_gradient):
-                new_state = self._step(group, step, loop, noise, context)
-            previous_state, loop.state = loop.state, new_state
-            if context.keep_trajectory:
-                trajectory.append(loop.all_states())
-            if policy is None or step == num_loops - 1:
-                continue
-            state = new_state.flatten(0, 1)
-            update = state - previous_state.flatten(0, 1)
-            exits = policy(LoopView(group, step, state, update, loop.previous_update, loop.memory, context.decode))
-            check_exits(exits, policy, state.shape[0], loop.memory)
-            loop.previous_update = update
-            leaving = int(exits.count_nonzero())
-            if leaving == state.shape[0]:
-                break
-            if leaving > 0:
-                loop.leave(exits, step + 1)
-
-        loop.finish(step + 1)
-        return loop.final, loop.loop_steps, torch.stack(trajectory) if context.keep_trajectory else None
-
-    def _step(
-        self, group: int, step: int, loop: LoopState, noise: torch.Tensor | None, context: _LoopContext
-    ) -> torch.Tensor:
-        """s(k+1) of the active tokens, from `loop.state` = s(k)."""
-        state, active = loop.state, loop.active
-        if self.config.loop_noise > 0:
-            state = state + self.config.loop_noise * self._step_noise(step, state, noise, active)
-        arguments = dict(context.kwargs)
-        if context.cache is not None:
-            arguments |= {"past_key_values": context.cache, "loop_step": step}
-        if context.freeze:
-            return self._frozen_step(group, state, loop, context.attention_mask, arguments)
-
-        arguments["attention_mask"] = context.attention_mask
-        if active is not None:
-            arguments |= {"attention_mask": context.dense_mask(), "active": active}
-        hidden_states = self.loop_inputs[group](state, loop.projected_input)
-        for index in self.config.loop_groups[group]:
+    def run_layers(self, layers: list[int], hidden_states: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """A stage of layers that are applied once."""
+        arguments = {"attention_mask": run.attention_mask, **run.cache_arguments(), **run.layer_arguments}
+        for index in layers:
             hidden_states = self.layers[index](hidden_states, **arguments)
         return hidden_states
 
-    def _frozen_step(
-        self, group: int, state: torch.Tensor, loop: LoopState, attention_mask: Any, arguments: dict[str, Any]
+    def run_group(self, group: int, hidden_states: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """A stage that is looped, from its input e [batch, seq, hidden] to every token's last state, the same shape."""
+        loop = self.enter(group, hidden_states, run)
+        while not loop.is_done:
+            self.step(loop, run)
+        return self.leave(loop, run)
+
+    def enter(self, group: int, entry: torch.Tensor, run: ForwardPass) -> LoopState:
+        """All tokens at the start state s(0) of a group."""
+        noise = None  # fresh in training
+        if not run.plan.is_training and (self.config.state_init == "noise" or self.config.loop_noise > 0):
+            noise = self.start_noise[group][run.position_ids].expand_as(entry)
+        start = self._start_state(entry, noise)
+        looped_tokens = run.real_tokens if run.leaves_padding_out else None
+        projected_input = self.loop_inputs[group].input_proj(entry)
+        loop = LoopState(group, start, projected_input, run.plan.num_loops[group], looped_tokens, noise)
+        if run.plan.keep_trajectory:
+            loop.trajectory = [start]
+        return loop
+
+    def step(self, loop: LoopState, run: ForwardPass) -> None:
+        """s(k) -> s(k+1) of the tokens that are still looping; then those leave that the policy names."""
+        plan = run.plan
+        with torch.set_grad_enabled(torch.is_grad_enabled() and loop.steps >= self._loops_without_gradient(loop, plan)):
+            new_state = self._next_state(loop, run)
+        previous_state = loop.advance(new_state)
+        policy = plan.policies[loop.group]
+        if policy is None or loop.is_done:
+            return
+        state = new_state.flatten(0, 1)
+        update = state - previous_state.flatten(0, 1)
+        view = LoopView(
+            loop.group, loop.steps - 1, state, update, loop.previous_update, loop.memory, plan.decode or _no_head
+        )
+        exits = policy(view)
+        check_exits(exits, policy, state.shape[0], loop.memory)
+        loop.previous_update = update
+        loop.leave(exits)
+
+    def leave(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
+        """The last state of every token, [batch, seq, hidden]."""
+        loop.record()
+        run.loop_steps.append(loop.loop_steps)
+        if loop.trajectory is not None:
+            run.trajectories.append(torch.stack(loop.trajectory))
+        return loop.final
+
+    def _next_state(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
+        """s(k+1) of the active tokens, from `loop.state` = s(k)."""
+        state, active = loop.state, loop.active
+        if self.config.loop_noise > 0:
+            state = state + self.config.loop_noise * self._step_noise(loop)
+        arguments = run.layer_arguments | run.cache_arguments(loop_step=loop.steps)
+        if run.freeze:
+            return self._next_frozen_state(state, loop, run.attention_mask, arguments)
+
+        arguments["attention_mask"] = run.attention_mask
+        if active is not None:
+            arguments |= {"attention_mask": run.dense_mask, "active": active}
+        hidden_states = self.loop_inputs[loop.group](state, loop.projected_input)
+        for index in self.config.loop_groups[loop.group]:
+            hidden_states = self.layers[index](hidden_states, **arguments)
+        return hidden_states
+
+    def _next_frozen_state(
+        self, state: torch.Tensor, loop: LoopState, attention_mask: Any, arguments: dict[str, Any]
     ) -> torch.Tensor:
-        """The same step with all tokens computed. An inactive one keeps what it had at its last step: the input of each
+        """The same with all tokens computed. An inactive one keeps what it had at its last step: the input of each
         layer, and with it its keys and values, and the output."""
         active, before = loop.active, loop.layer_values
         if active is not None:
             state = active.unpack(state, loop.final)
         frozen = None if active is None or not before else ~active.as_mask()
-        values = [self.loop_inputs[group](state, loop.all_projected_inputs)]
+        values = [self.loop_inputs[loop.group](state, loop.all_projected_inputs)]
         if frozen is not None:
             values[0] = torch.where(frozen[..., None], before[0], values[0])
-        for place, index in enumerate(self.config.loop_groups[group], start=1):
+        for place, index in enumerate(self.config.loop_groups[loop.group], start=1):
             keep = None if frozen is None else (frozen, before[place])
             values.append(self.layers[index](values[-1], attention_mask=attention_mask, frozen=keep, **arguments))
         loop.layer_values = values
         return values[-1] if active is None else active.pack(values[-1])
 
     def _start_state(self, entry: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """s(0). `noise` is that of eval mode; in training it is None, and fresh noise is drawn."""
+        """s(0). `noise` is the fixed one; in training it is None, and fresh noise is drawn."""
         if self.config.state_init == "input":
             return entry
         if self.config.state_init == "zeros":
             return torch.zeros_like(entry)
         return _fill_with_noise(torch.empty_like(entry)) if noise is None else noise
 
-    def _step_noise(
-        self, step: int, state: torch.Tensor, noise: torch.Tensor | None, active: ActiveTokens | None
-    ) -> torch.Tensor:
-        """Noise of a loop step. In eval mode it is the position's start noise, rotated by a number of places that
+    def _step_noise(self, loop: LoopState) -> torch.Tensor:
+        """Noise of a loop step. Where it is fixed, it is the position's start noise, rotated by a number of places that
         depends on the step: as good as fresh, yet a fixed function of seed, group, position and step."""
-        if noise is None:
-            return _fill_with_noise(torch.empty_like(state))
-        return (noise if active is None else active.pack(noise)).roll(step + 1, dims=-1)
+        if loop.noise is None:
+            return _fill_with_noise(torch.empty_like(loop.state))
+        noise = loop.noise if loop.active is None else loop.active.pack(loop.noise)
+        return noise.roll(loop.steps + 1, dims=-1)
 
-    def _loop_context(
+    def _loops_without_gradient(self, loop: LoopState, plan: LoopPlan) -> int:
+        if not plan.is_training or self.config.backprop_loops is None:
+            return 0
+        return loop.most - self.config.backprop_loops
+
+    def _plan_loops(
+        self,
+        num_loops: int | list[int] | None,
+        exit_policy: Any,
+        keep_trajectory: bool,
+        decode: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> LoopPlan:
+        # Generation and scoring without gradients are inference, whatever the mode: `generate` of a model that is being
+        # trained must not draw new loops at every token.
+        is_training = self.training and torch.is_grad_enabled()
+        policies = resolve_exit_policy(exit_policy, len(self.config.loop_groups))
+        if is_training and any(policy is not None for policy in policies):
+            raise ValueError("`exit_policy` is for inference: call `model.eval()` first, or leave it out in training.")
+        if is_training and num_loops is None:
+            num_loops = sample_num_loops(self.config)
+        return LoopPlan(self.config.loops_per_group(num_loops), policies, is_training, keep_trajectory, decode)
+
+    def _prepare(
         self,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        past_key_values: LoopCache | None,
-        real_tokens: torch.Tensor | None,
-        adaptive: bool,
-        kwargs: dict[str, Any],
-        decode: Callable[[torch.Tensor], torch.Tensor],
-        keep_trajectory: bool,
-    ) -> _LoopContext:
+        position_ids: torch.Tensor | None,
+        cache: LoopCache | None,
+        plan: LoopPlan,
+        layer_arguments: dict[str, Any],
+    ) -> ForwardPass:
+        """Positions, masks and cache of a pass."""
         config = self.config
-        mask = create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
+        self._check_cache(cache, inputs_embeds, plan)
+        if position_ids is None:
+            position_ids = self._count_positions(inputs_embeds, attention_mask, cache)
+        self._check_positions(inputs_embeds, position_ids, cache)
+        mask = create_causal_mask(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
 
         def make_dense_mask() -> torch.Tensor | None:
             if mask is not None or inputs_embeds.shape[1] == 1:
@@ -519,42 +610,47 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             # No mask was needed, so these tokens are the first; the cache has grown since and must not be asked.
             return create_causal_mask(config, inputs_embeds, attention_mask, None, allow_is_causal_skip=False)
 
-        # Padding is left out of loops, but for training (whose batches are full), and compiled code and static caches
-        # (whose shapes must not depend on data).
-        is_static = past_key_values is not None and past_key_values.is_compileable
-        if (
-            self.training
-            or is_static
-            or torch.compiler.is_compiling()
-            or (real_tokens is not None and real_tokens.all())
-        ):
-            real_tokens = None
-        some_inactive = adaptive or real_tokens is not None
+        real_tokens = None
+        if attention_mask is not None and attention_mask.ndim == 2:
+            real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
+        leaves_padding_out = self._leaves_padding_out(real_tokens, cache, plan)
+        if leaves_padding_out and not real_tokens.any():
+            # A chunk of nothing but padding: one loop, for its place in the cache, which nobody sees.
+            leaves_padding_out, plan = False, plan.without_exits(num_loops=1)
+        some_inactive = plan.is_adaptive or leaves_padding_out
         recorded = ("output_hidden_states", "output_attentions")
-        records = any(kwargs.get(name) or getattr(config, name) for name in recorded)
+        records = any(layer_arguments.get(name) or getattr(config, name) for name in recorded)
         freeze = some_inactive and (records or config._attn_implementation not in GATHERING_KERNELS)
-        if past_key_values is None and some_inactive and not freeze:
-            past_key_values = LoopCache(config, "last_step")  # for the chunk's own keys and values, while it loops
-        return _LoopContext(
-            position_ids, mask, make_dense_mask, real_tokens, past_key_values, freeze, decode, keep_trajectory, kwargs
+        if cache is None and some_inactive and not freeze:
+            cache = LoopCache(config, "last_step")  # for the chunk's own keys and values, while it loops
+        return ForwardPass(
+            plan, position_ids, mask, make_dense_mask, real_tokens, leaves_padding_out, cache, freeze, layer_arguments
         )
 
+    def _leaves_padding_out(self, real_tokens: torch.Tensor | None, cache: LoopCache | None, plan: LoopPlan) -> bool:
+        """Whether there is padding to leave out of loops. There may be some that stays: in training (whose batches are
+        full), compiled code and static caches (whose shapes must not depend on data)."""
+        is_static = cache is not None and cache.is_compileable
+        if real_tokens is None or plan.is_training or is_static or torch.compiler.is_compiling():
+            return False
+        return not bool(real_tokens.all())
+
     def _count_positions(
-        self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: LoopCache | None
+        self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, cache: LoopCache | None
     ) -> torch.Tensor:
         """Positions of the new tokens. Padding is not counted, on whichever side it is."""
         length = inputs_embeds.shape[1]
         if attention_mask is not None and attention_mask.ndim == 2:
             return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         return (torch.arange(length, device=inputs_embeds.device) + past)[None]
 
-    def _check_length(
-        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, past_key_values: LoopCache | None
+    def _check_positions(
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, cache: LoopCache | None
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         limit = self.config.max_position_embeddings
         # Reading positions makes a GPU wait: there, only a text that may be too long is looked at.
         if position_ids.device.type != "cpu" and past + inputs_embeds.shape[1] <= limit:
@@ -566,15 +662,16 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
                 f"model has positions for {limit} (`max_position_embeddings`): shorten the text, or generate less."
             )
 
-    def _check_cache(self, past_key_values: Cache | None, adaptive: bool) -> None:
+    def _check_cache(self, cache: Cache | None, inputs_embeds: torch.Tensor, plan: LoopPlan) -> None:
+        if cache is None:
+            return
         # By what it can do, not by its class: remote code and the installed package have a class of their own each.
-        if past_key_values is not None and not hasattr(past_key_values, "record_loop_steps"):
+        if not hasattr(cache, "check_pass"):
             raise ValueError(
-                f"`past_key_values` is a {type(past_key_values).__name__}, which has no slots for loop steps. Leave it "
-                "out, or pass `LoopCache(model.config)` (from `recurrent_gpt2`)."
+                f"`past_key_values` is a {type(cache).__name__}, which has no slots for loop steps. Leave it out, or "
+                "pass `LoopCache(model.config)` (from `recurrent_gpt2`)."
             )
-        if past_key_values is not None and past_key_values.is_compileable and adaptive:
-            raise ValueError("a static cache takes fixed loops only: leave out `exit_policy`, or the static cache.")
+        cache.check_pass(*inputs_embeds.shape[:2], plan.num_loops, plan.is_adaptive)
 
 
 class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel, GenerationMixin):
@@ -583,7 +680,7 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
         self.model = RecurrentGPT2Model(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @classmethod
@@ -662,6 +759,13 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
 def _fill_with_noise(tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     std = START_STATE_STD
     return nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+
+def _fill_start_noise(model: RecurrentGPT2Model, incompatible_keys: Any) -> None:
+    """After `load_state_dict(..., assign=True)` of a model that was made on the meta device: it is no parameter."""
+    weight = model.embed_tokens.weight
+    if model.start_noise.is_meta and not weight.is_meta:
+        model.start_noise = model.make_start_noise().to(weight.device, weight.dtype)
 
 
 def _no_head(states: torch.Tensor) -> torch.Tensor:

@@ -61,11 +61,17 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-def run_fresh(code: str, folder: Path, **environment: str) -> str:
-    """Runs code in a new process where the package can't be imported and nothing is cached; returns what it prints."""
-    environment = {**os.environ, "HF_HOME": str(folder / "hf_home"), "PYTHONPATH": "", **environment}
+def run_fresh(code: str, folder: Path, hide_package: bool = True, **environment: str) -> str:
+    """Runs code in a new process where nothing is cached and, unless told otherwise, the package can't be imported;
+    returns what it prints."""
+    path = "" if hide_package else str(ROOT)
+    environment = {**os.environ, "HF_HOME": str(folder / "hf_home"), "PYTHONPATH": path, **environment}
     result = subprocess.run(
-        [sys.executable, "-c", HIDE_PACKAGE + code], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", HIDE_PACKAGE * hide_package + code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout

@@ -64,18 +64,16 @@ def test_decoding_starts_from_the_same_cache_every_time():
 
 def test_the_bare_matrices_are_all_that_a_token_passes_through(monkeypatch):
     monkeypatch.setattr(benchmark, "LOOPS", 5)
-    model, applied, used = tiny_model(num_loops=5), [], []
-    monkeypatch.setattr(benchmark, "linear", lambda row, weight: applied.append(weight))
-    benchmark.products_alone(model, 1, bare=True)()
+    model, used = tiny_model(num_loops=5), []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda module, *_: used.append(module.weight))
+            module.register_forward_hook(lambda module, *_: used.append(module))
     with torch.no_grad():
         model(random_ids(1, 1))
-    assert sorted(map(id, applied)) == sorted(map(id, used))
+    passed = list(map(id, used))
     used.clear()
     benchmark.products_alone(model, 3)()
-    assert list(map(id, applied)) == list(map(id, used))
+    assert sorted(passed) == sorted(map(id, used))
 
 
 def test_prescribed_exits_are_spread_evenly_up_to_the_most():
@@ -114,8 +112,7 @@ def test_the_shares_of_products_are_shares(monkeypatch):
     monkeypatch.setattr(benchmark, "token_ids", lambda batch, length: random_ids(batch, min(length, 16)))
     for with_products in (benchmark.PRODUCTS, ()):
         monkeypatch.setattr(benchmark, "PRODUCTS", with_products)
-        with model.packed_weights():
-            shares = list(benchmark.shares_of_products())
+        shares = list(benchmark.shares_of_products())
         assert len(shares) == 4
         assert all(0 < share.products < 1 if with_products else share.products == 0 for share in shares)
         assert all(0 < share.attention < 1 - share.products for share in shares)

@@ -102,3 +102,29 @@ print(type(AutoModelForCausalLM.from_pretrained({str(saved)!r}, trust_remote_cod
         tmp_path,
     )
     assert printed.strip() == "RecurrentGPT2ForCausalLM"
+
+
+def test_a_policy_registered_with_the_package_is_known_to_a_model_of_remote_code(checkpoint, tmp_path):
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules")
+from recurrent_gpt2 import AccelerationExit, ExitPolicy, available_exit_policies, register_exit_policy
+@register_exit_policy("at_once")
+class AtOnce(ExitPolicy):
+    def measure(self, view):
+        return view.state.new_full((len(view.state),), -1.0)
+ids = torch.tensor([[1, 2, 3]])
+for policy in ("at_once", {{"name": "at_once", "min_loops": 2}}, AtOnce()):
+    steps = model.generate(ids, max_new_tokens=2, exit_policy=policy, return_dict_in_generate=True).loop_steps
+    print(steps.unique().tolist())
+model.generation_config.exit_policy = AtOnce()
+model.save_pretrained("saved")
+print(model(ids, exit_policy=AccelerationExit()).loop_steps.shape)
+assert "at_once" in available_exit_policies()
+"""
+    printed = run_fresh(code, tmp_path, hide_package=False)
+    assert printed.splitlines()[:3] == ["[1]", "[2]", "[1]"]
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["exit_policy"]["name"] == "at_once"

@@ -59,6 +59,7 @@ def test_documented_defaults():
         {"threshold": -1.0},
         {"threshold": math.nan},
         {"threshold": math.inf},
+        {"threshold": 10**400},
         {"threshold": "0.1"},
         {"threshold": True},
         {"threshold": [0.1]},

@@ -1,160 +1,232 @@
+"""`optimize_for_inference`: the same results from matrices laid out once, and nothing that could be out of date."""
+
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from recurrent_gpt2.fast_layers import Linear, RMSNorm, packed_weights
+from recurrent_gpt2 import RecurrentGPT2ForCausalLM, fast_layers
+from recurrent_gpt2.fast_layers import LeanRMSNorm, PackedLinear
 from tests.helpers import random_ids, tiny_model
 
+POLICY = {"name": "step_norm", "normalize": "state", "threshold": 0.3}
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "exit_policy": POLICY, "pad_token_id": 0}
 
-def is_packed(model: nn.Module) -> list[bool]:
-    return [module._packed is not None for module in model.modules() if isinstance(module, Linear)]
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Matrices of any size are packed, though small ones gain nothing by it."""
+    monkeypatch.setattr(fast_layers, "LEAST_SIZE", 1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (8, 1), (3, 5), (64,), (2, 100)])
-def test_packed_products_are_the_stock_ones(shape):
-    layer, x = Linear(48, 80), torch.randn(*shape, 48)
+def packed_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (8, 1), (3, 5), (64,), (2, 300)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_products_are_the_stock_ones(shape, bias):
+    layer, x = nn.Linear(48, 80, bias=bias), torch.randn(*shape, 48)
     with torch.no_grad():
-        expected = nn.functional.linear(x, layer.weight)
-        with packed_weights(layer):
-            assert is_packed(layer) == [True]
-            torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
-        assert is_packed(layer) == [False]
+        torch.testing.assert_close(PackedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "width", "stock"), [(300, 40, True), (300, 80, False), (100, 40, False)])
-def test_many_rows_are_left_to_the_stock_product_where_it_is_faster(rows, width, stock, monkeypatch):
-    layer, x, used = Linear(48, width), torch.randn(3, rows // 3, 48), []
-    monkeypatch.setattr(nn.functional, "linear", lambda x, weight: used.append(weight) or x @ weight.T)
-    with torch.no_grad(), packed_weights(layer):
-        torch.testing.assert_close(layer(x), x @ layer.weight.T, atol=1e-5, rtol=1e-5)
-    assert len(used) == stock
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+def test_lean_norms_are_the_stock_ones(dtype, scale):
+    stock = nn.RMSNorm(24, eps=1e-6).to(dtype)
+    x = scale * torch.randn(2, 5, 24, dtype=dtype)
+    with torch.no_grad():
+        stock.weight.copy_(torch.randn(24))
+        torch.testing.assert_close(LeanRMSNorm(stock)(x), stock(x))
+
+
+def test_an_optimised_model_gives_the_same_logits_steps_and_tokens(any_size):
+    model, ids = tiny_model(0.3), random_ids(3, 6)
+    stock, tokens = model(ids, exit_policy=POLICY), model.generate(ids, **GREEDY)
+    assert stock.loop_steps.unique().numel() > 1
+    assert model.optimize_for_inference() is model
+    fast = model(ids, exit_policy=POLICY)
+    torch.testing.assert_close(fast.logits, stock.logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(fast.loop_steps, stock.loop_steps)
+    assert torch.equal(model.generate(ids, **GREEDY), tokens)
+    assert torch.equal(model.generate(ids[:1], assistant_model=model.draft(num_loops=1), **GREEDY), tokens[:1])
+
+
+def test_all_matrices_of_the_blocks_and_no_shared_one_are_packed(any_size):
+    model = tiny_model().optimize_for_inference()
+    assert type(model.lm_head) is nn.Linear  # its weight is the embedding's too
+    matrices = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert set(packed_layers(model)) == {*matrices} - {"lm_head"}
+    assert "lm_head" in packed_layers(tiny_model(tie_word_embeddings=False).optimize_for_inference())
+
+
+def test_layers_that_would_not_get_faster_stay_as_they_are():
+    model = tiny_model(hidden_size=256, num_hidden_layers=1, loop_groups=[[0]]).optimize_for_inference()
+    assert packed_layers(model) == ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert (
+            packed_layers(tiny_model(hidden_size=256, num_hidden_layers=1, loop_groups=[]).optimize_for_inference())
+            == []
+        )
+
+
+def test_a_layer_with_hooks_keeps_them(any_size):
+    model, seen = tiny_model(), []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(True))
+    model.optimize_for_inference()(random_ids(1, 4))
+    assert seen
+    assert "model.layers.0.mlp.up_proj" not in packed_layers(model)
+
+
+def test_weights_are_not_held_twice():
+    model = tiny_model(hidden_size=512, num_hidden_layers=2, loop_groups=[[1]])
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    model.optimize_for_inference()
+    left = sum(parameter.nbytes for parameter in model.parameters())
+    packed = sum(module._packed.numel() * 4 for module in model.modules() if isinstance(module, PackedLinear))
+    assert left + packed == whole
+    assert packed > 0.9 * whole
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda model, folder: model.train(),
+        lambda model, folder: model.model.train(),
+        lambda model, folder: model.state_dict(),
+        lambda model, folder: model.model.layers[1].state_dict(),
+        lambda model, folder: model.load_state_dict(tiny_model().state_dict()),
+        lambda model, folder: model.save_pretrained(folder / "saved"),
+        lambda model, folder: model.model.save_pretrained(folder / "saved"),
+        lambda model, folder: model.half(),
+        lambda model, folder: model.to(torch.float64),
+        lambda model, folder: model.to("meta"),
+        lambda model, folder: copy.deepcopy(model),
+        lambda model, folder: pickle.dumps(model),
+        lambda model, folder: model.model.layers[1].mlp.up_proj.weight.zero_(),
+        lambda model, folder: model.add_adapter(peft.LoraConfig(target_modules="all-linear")),
+        lambda model, folder: peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")),
+        lambda model, folder: peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"])),
+        lambda model, folder: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+        lambda model, folder: model(inputs_embeds=torch.randn(1, 3, 32, requires_grad=True)),
+    ],
+)
+def test_what_would_need_the_weights_is_refused_with_a_sentence(any_size, tmp_path, attempt):
+    model, ids = tiny_model(0.3).optimize_for_inference(), random_ids(1, 6)
+    tokens = model.generate(ids, **GREEDY)
+    with pytest.raises((ValueError, RuntimeError), match=r"optimised for inference.*load it again"):
+        attempt(model, tmp_path)
+    assert not (tmp_path / "saved").exists()
+    assert torch.equal(model.generate(ids, **GREEDY), tokens)
+    assert model.eval().to("cpu").float() is model  # which change nothing
+
+
+def test_a_call_that_cannot_be_right_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match=r"'fp4'.*float32"):
+        tiny_model().optimize_for_inference(weights="fp4")
+    with pytest.raises(ValueError, match="already"):
+        tiny_model().optimize_for_inference().optimize_for_inference()
+    with pytest.raises(ValueError, match="float64"):
+        tiny_model(dtype=torch.float64).optimize_for_inference()
+    with pytest.raises(ValueError, match="whole and on the CPU"), torch.device("meta"):
+        RecurrentGPT2ForCausalLM(tiny_model().config).optimize_for_inference()
+    adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        adapted.optimize_for_inference()
+    assert adapted.merge_and_unload().optimize_for_inference().is_optimized
+
+
+# A model that is not optimised is made of stock modules, and whatever is done to its weights counts at once.
+
+
+def test_every_matrix_and_norm_is_a_stock_module():
+    model = tiny_model()
+    model.generate(random_ids(1, 4), max_new_tokens=2)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.RMSNorm):
+            assert type(module) in (nn.Linear, nn.RMSNorm)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda weight: weight.add_(1.0),
-        lambda weight: weight.data.add_(1.0),
-        lambda weight: weight.data.copy_(weight.data[torch.randperm(80)]),
+        lambda weight: weight.data.copy_(weight.data[:, torch.arange(weight.shape[1] - 1, -1, -1)]),
+        lambda weight: weight.data.neg_(),
         lambda weight: setattr(weight, "data", weight.data * 2),
-        lambda weight: weight.data[3, 4].add_(1e-3),
     ],
 )
-def test_changed_weights_are_packed_anew(change):
-    torch.manual_seed(0)
-    layer, x = Linear(48, 80), torch.randn(2, 48)
-    with torch.no_grad():
-        with packed_weights(layer):
-            layer(x)
-        change(layer.weight)
-        with packed_weights(layer):
-            torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight), atol=1e-5, rtol=1e-5)
-
-
-def test_unchanged_weights_are_packed_once():
-    layer = Linear(48, 80)
-    with packed_weights(layer):
-        first = layer._packed
-    with packed_weights(layer):
-        assert layer._packed is first
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_left_alone(dtype):
-    layer = Linear(16, 16).to(dtype)
-    with packed_weights(layer), torch.no_grad():
-        assert is_packed(layer) == [False]
-        assert layer(torch.randn(2, 16, dtype=dtype)).dtype == dtype
-
-
-def test_packing_can_be_turned_off_with_onednn():
-    layer = Linear(16, 16)
-    with torch.backends.mkldnn.flags(enabled=False), packed_weights(layer):
-        assert is_packed(layer) == [False]
-
-
-def test_gradients_flow_inside():
-    layer = Linear(16, 16)
-    with packed_weights(layer):
-        layer(torch.randn(2, 16)).sum().backward()
-    assert layer.weight.grad.abs().sum() > 0
-
-
-def test_copies_and_pickles_come_without_packed_weights():
-    model = tiny_model()
-    with packed_weights(model):
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.lm_head))):
-            assert not any(is_packed(other))
-            assert all(module._kept is None for module in other.modules() if isinstance(module, Linear))
-
-
-def test_generation_packs_and_gives_the_same_tokens():
-    model, ids = tiny_model(0.3), random_ids(3, 6)
-    seen = []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(all(is_packed(model))))
-    packed = model.generate(ids, max_new_tokens=10, do_sample=False, exit_policy="step_norm", pad_token_id=0)
-    with torch.backends.mkldnn.flags(enabled=False):
-        stock = model.generate(ids, max_new_tokens=10, do_sample=False, exit_policy="step_norm", pad_token_id=0)
-    assert torch.equal(packed, stock)
-    assert seen == [True] * 10 + [False] * 10
-    assert not any(is_packed(model))
-
-
-def test_an_inner_context_leaves_the_outer_one_packed():
+def test_changed_weights_count_in_the_next_generation(change):
     model, ids = tiny_model(0.3), random_ids(1, 6)
-    with packed_weights(model):
-        with packed_weights(model.model):
-            assert all(is_packed(model))
-        assert all(is_packed(model))
-    seen = []
-    model.lm_head.register_forward_hook(lambda *_: seen.append(all(is_packed(model))))
-    model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=model.draft(num_loops=1), pad_token_id=0)
-    assert len(seen) > 2
-    assert all(seen)
-    assert not any(is_packed(model))
+    before = model.generate(ids, **GREEDY)
+    change(model.model.layers[2].mlp.up_proj.weight)
+    after = model.generate(ids, **GREEDY)
+    assert not torch.equal(after, before)
+    fresh = tiny_model(0.3, seed=1)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(after, fresh.generate(ids, **GREEDY))
 
 
-def test_an_error_leaves_nothing_packed():
+def test_disabled_adapters_do_not_count_in_generation_after_a_merge():
+    model, ids = tiny_model(0.3), random_ids(1, 6)
+    base = model.generate(ids, **GREEDY)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapted.merge_adapter()
+    merged = adapted.generate(input_ids=ids, **GREEDY)
+    assert not torch.equal(merged, base)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(input_ids=ids, **GREEDY), base)
+
+
+def test_weights_changed_while_another_thread_generates_count_in_the_next_call():
+    model, ids = tiny_model(0.3), random_ids(1, 6)
+    entered = []
+
+    def hook(*_):
+        entered.append(True)
+
+    model.lm_head.register_forward_hook(hook)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(model.generate, ids, **{**GREEDY, "max_new_tokens": 30})
+        while not entered:
+            pass
+        model.model.layers[2].mlp.up_proj.weight.data.neg_()
+        mine = model.generate(ids, **GREEDY)
+        running.result()
+    assert torch.equal(mine, model.generate(ids, **GREEDY))
+
+
+def test_a_parametrised_layer_can_be_copied_after_a_generation():
     model = tiny_model()
-    with pytest.raises(ValueError, match="exit_policy"):
-        model.generate(random_ids(1, 4), exit_policy="no such", max_new_tokens=2)
-    assert not any(is_packed(model))
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    model.generate(random_ids(1, 4), max_new_tokens=2)
+    copy.deepcopy(model.model.layers[0].mlp.up_proj)
 
 
-def test_an_interruption_while_packing_leaves_nothing_packed(monkeypatch):
-    model, pack = tiny_model(), Linear.pack
-
-    def interrupted(layer):
-        if layer is model.lm_head:
-            raise KeyboardInterrupt
-        pack(layer)
-
-    monkeypatch.setattr(Linear, "pack", interrupted)
-    with pytest.raises(KeyboardInterrupt), packed_weights(model):
-        pass
-    assert not any(is_packed(model))
+def test_dynamic_quantisation_converts_the_matrices():
+    quantised = torch.ao.quantization.quantize_dynamic(tiny_model(), {nn.Linear}, dtype=torch.qint8)
+    assert not any(type(module) is nn.Linear for module in quantised.modules())
+    assert quantised.generate(random_ids(1, 4), max_new_tokens=3).shape == (1, 7)
 
 
-def test_weights_that_move_keep_no_copy():
-    layer = Linear(16, 16)
-    with packed_weights(layer):
-        pass
-    assert layer._kept is not None
-    assert layer.double()._kept is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
-def test_norms_are_the_stock_ones(dtype, scale):
-    fast, stock = (norm(24, eps=1e-6).to(dtype) for norm in (RMSNorm, nn.RMSNorm))
-    weight = torch.randn(24, dtype=dtype)
-    x = scale * torch.randn(2, 5, 24, dtype=dtype)
-    with torch.no_grad():
-        fast.weight.copy_(weight)
-        stock.weight.copy_(weight)
-        torch.testing.assert_close(fast(x), stock(x))
-    x.requires_grad_()
-    assert torch.equal(fast(x), stock(x))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_converts_the_matrices_and_adapters_train_on_them(tmp_path, bits):
+    tiny_model(hidden_size=64).save_pretrained(tmp_path)
+    options = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {"load_in_8bit": True}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**options))
+    assert [name for name, module in model.named_modules() if type(module) is nn.Linear] == ["lm_head"]
+    with pytest.raises(ValueError, match="quantised"):
+        model.optimize_for_inference()
+    # Training first: on CPU, bitsandbytes gives no gradients after a pass without (of stock models either).
+    model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    adapted(input_ids=random_ids(2, 8), labels=random_ids(2, 8)).loss.backward()
+    gradients = [p.grad for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert gradients
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    assert adapted.generate(input_ids=random_ids(1, 4), max_new_tokens=3).shape == (1, 7)

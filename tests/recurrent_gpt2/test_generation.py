@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -200,6 +201,15 @@ def test_static_caches_take_fixed_loops(model):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", exit_policy=POLICY)
 
 
+def test_a_shorter_text_takes_a_static_cache_of_the_length_before(model):
+    """So that compiled code need not be compiled again."""
+    ids, arguments = random_ids(1, 5), {"cache_implementation": "static", "return_dict_in_generate": True}
+    lengths = [
+        model.generate(ids, max_new_tokens=new, **arguments).past_key_values.layers[0].max_cache_len for new in (9, 4)
+    ]
+    assert lengths[0] == lengths[1] >= 13
+
+
 @pytest.mark.parametrize("name", ["paged", "quantized", "offloaded", "offloaded_static"])
 def test_caches_that_cannot_be_right_are_refused(model, name):
     with pytest.raises(ValueError, match="no slots for loop steps"):
@@ -237,8 +247,13 @@ def test_cache_strategy_from_argument_and_config(model):
     for arguments in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
         with pytest.raises(ValueError, match="per_step, last_step"):
             model.generate(ids, cache_strategy="no_step", **arguments)
-    with pytest.raises(ValueError, match="exclude each other"):
-        model.generate(ids, cache_strategy="last_step", cache_implementation="static")
+    for wants_last_step, arguments in ((model, {"cache_strategy": "last_step"}), (small, {})):
+        with pytest.raises(ValueError, match="a slot per loop step"):
+            wants_last_step.generate(ids, cache_implementation="static", **arguments)
+    assert small.generate(ids, cache_implementation="static", cache_strategy="per_step", max_new_tokens=2).shape == (
+        1,
+        8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,11 +329,29 @@ def test_prompts_given_as_embeddings(model):
     assert torch.equal(output.loop_steps, expected.loop_steps)
 
 
+def test_padding_behind_the_end_has_no_steps_after_embeddings_either(model):
+    arguments = {"max_new_tokens": 6, "exit_policy": POLICY, "return_dict_in_generate": True}
+    compared = 0
+    for seed in range(6):
+        ids = random_ids(3, 5, seed=seed)
+        end = int(model.generate(ids, eos_token_id=None, **arguments).sequences[0, 6])
+        expected = model.generate(ids, eos_token_id=end, **arguments)
+        embeddings = model.get_input_embeddings()(ids)
+        output = model.generate(inputs_embeds=embeddings, eos_token_id=end, **arguments)
+        assert torch.equal(output.loop_steps, expected.loop_steps)
+        compared += int((expected.loop_steps == 0).any())
+    assert compared > 0  # some row ended before the others
+
+
 def test_what_would_break_the_loops_is_refused(model, monkeypatch):
     ids = random_ids(1, 4)
-    with pytest.raises(ValueError, match=r"`assistant_early_exit`.*draft"):
-        model.generate(ids, max_new_tokens=2, assistant_early_exit=2)
-    assert model.config.num_hidden_layers == tiny_model().config.num_hidden_layers
+    in_config = copy.deepcopy(model.generation_config)
+    in_config.assistant_early_exit = 2
+    for arguments in ({"assistant_early_exit": 2}, {"generation_config": in_config}):
+        with pytest.raises(ValueError, match=r"`assistant_early_exit`.*draft"):
+            model.generate(ids, max_new_tokens=2, **arguments)
+        assert model.config.num_hidden_layers == tiny_model().config.num_hidden_layers
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 6)
     monkeypatch.setattr(generation_recurrent_gpt2, "is_fsdp_managed_module", lambda module: True)
     with pytest.raises(ValueError, match=r"`exit_policy`.*FSDP"):
         model.generate(ids, max_new_tokens=2, exit_policy="acceleration")
@@ -331,3 +364,44 @@ def test_one_token_that_leaves_takes_no_more_than_its_steps(model):
     hook.remove()
     assert output.loop_steps.tolist() == [[[1, 6, 6]]]
     assert len(applied) == 1
+
+
+@pytest.mark.parametrize("loops", [{"num_loops": 2}, {"exit_policy": POLICY}, {"exit_policy": POLICY, "num_loops": 3}])
+def test_guidance_runs_both_branches_with_the_loops_of_the_call(model, loops):
+    ids, scale, new = random_ids(1, 5), 1.7, 4
+    output = model.generate(ids, max_new_tokens=new, guidance_scale=scale, do_sample=False, **loops)
+    expected = ids
+    for _ in range(new):
+        given, free = (model(t, **loops).logits[:, -1].log_softmax(-1) for t in (expected, expected[:, 4:]))
+        expected = torch.cat([expected, (scale * (given - free) + free).argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(output, expected)
+
+
+def test_generation_in_training_mode_is_that_of_eval_mode(model):
+    """As trainers that sample from the model in training do it."""
+    ids = random_ids(2, 5)
+    for arguments in ({}, {"exit_policy": POLICY}):
+        expected = model.generate(ids, max_new_tokens=8, return_dict_in_generate=True, **arguments)
+        model.train()
+        try:
+            output = model.generate(ids, max_new_tokens=8, return_dict_in_generate=True, **arguments)
+        finally:
+            model.eval()
+        assert torch.equal(output.sequences, expected.sequences)
+        assert torch.equal(output.loop_steps, expected.loop_steps)
+
+
+def test_a_prompt_of_nothing_is_a_clear_error(model):
+    for shape in ((1, 0), (0, 4)):
+        with pytest.raises(ValueError, match=r"`input_ids` has \d row\(s\) of \d tokens"):
+            model.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
+
+
+def test_right_padded_prompts_are_warned_of(model, caplog):
+    """The next token is then read from a padding position, which is looped with a static cache and not with others."""
+    ids, mask = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    for kind in (None, "static"):
+        caplog.clear()
+        model.generate(ids, attention_mask=mask, cache_implementation=kind, max_new_tokens=2, pad_token_id=0)
+        assert "right-padding" in caplog.text

@@ -157,10 +157,24 @@ def test_static_slots_hold_fixed_loops(model):
     assert cache.is_compileable
     logits = [model(chunk, past_key_values=cache, num_loops=[3, 2, 4]).logits for chunk in ids.split([4, 1, 3, 1], 1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(ids, num_loops=[3, 2, 4]).logits, atol=1e-9, rtol=0)
-    with pytest.raises(ValueError, match="made for 3 loops"):
-        model(ids[:, :1], past_key_values=cache, num_loops=[4, 2, 4])
+    for other in ([4, 2, 4], [3, 2, 3]):  # deeper slots would be empty, or of other tokens
+        with pytest.raises(ValueError, match="made for `num_loops`"):
+            model(ids[:, :1], past_key_values=cache, num_loops=other)
     with pytest.raises(ValueError, match="fixed loops only"):
         model(ids[:, :1], past_key_values=cache, exit_policy="kl")
+    with pytest.raises(ValueError, match="room for 16 tokens and holds 9"):
+        model(random_ids(2, 8), past_key_values=cache, num_loops=[3, 2, 4])
+    with pytest.raises(ValueError, match="can't be cropped"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="a slot per loop step"):
+        LoopCache(model.config, "last_step", max_cache_len=16)
+
+
+def test_a_cache_of_other_rows_is_refused(model):
+    for cache in (LoopCache(model.config), LoopCache(model.config, max_cache_len=16)):
+        model(random_ids(1, 4), past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 1 row"):
+            model(random_ids(2, 1), past_key_values=cache)
 
 
 def test_static_slots_hold_padded_batches(model):

@@ -5,7 +5,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers.cache_utils import DynamicCache
 
-from recurrent_gpt2 import AccelerationExit, RecurrentGPT2Model, sample_num_loops
+from recurrent_gpt2 import (
+    AccelerationExit,
+    LoopCache,
+    RecurrentGPT2ForCausalLM,
+    RecurrentGPT2Model,
+    sample_num_loops,
+)
 from tests.helpers import LAYOUTS, random_ids, tiny_config, tiny_model
 from tests.recurrent_gpt2.reference import logits_of
 
@@ -118,6 +124,58 @@ def test_training_draws_counts_and_noise_afresh_and_eval_is_deterministic():
     first, second = (model(ids, num_loops=1, output_loop_trajectory=True) for _ in range(2))
     assert (first.loop_trajectory[0][0] - second.loop_trajectory[0][0]).abs().max() > 0.1
     assert (first.loop_trajectory[0][0] - first.loop_trajectory[1][0]).abs().max() > 0.1
+
+
+def test_without_gradients_nothing_is_drawn_in_training_mode_either():
+    """Two log-likelihoods of a text are the same, as those who compare them expect."""
+    model, ids = tiny_model(), random_ids(2, 6)
+    expected = model(ids)
+    model.train()
+    with torch.no_grad():
+        for _ in range(2):
+            output = model(ids)
+            assert torch.equal(output.logits, expected.logits)
+            assert torch.equal(output.loop_steps, expected.loop_steps)
+        assert model(ids, exit_policy={"name": "step_norm", "threshold": 1e9}).loop_steps.max() == 1
+    with pytest.raises(ValueError, match="`exit_policy` is for inference"):
+        model(ids, exit_policy="kl")
+
+
+@pytest.mark.parametrize("how", ["assign", "to_empty", "to_empty again"])
+def test_a_model_made_on_the_meta_device_has_its_start_noise(how):
+    model, ids = tiny_model(), random_ids(1, 6)
+    if how == "to_empty again":
+        other = tiny_model(seed=1)
+    else:
+        with torch.device("meta"):
+            other = RecurrentGPT2ForCausalLM(model.config).eval()
+    if how != "assign":
+        other.to_empty(device="cpu")
+        for noise in other.model.start_noise:
+            assert noise.abs().max() > 1
+    other.load_state_dict(model.state_dict(), assign=how == "assign")
+    other.tie_weights()
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("exit_policy", [None, "step_norm"])
+def test_a_chunk_of_nothing_but_padding_is_nothing_to_the_rest(attention, exit_policy):
+    model, ids = tiny_model(0.3, dtype=torch.float64), random_ids(2, 9)
+    model.set_attn_implementation(attention)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[:, :4] = 0
+    cache = LoopCache(model.config)
+    chunks = []
+    for start, end in ((0, 3), (3, 6), (6, 9)):
+        arguments = {"attention_mask": mask[:, :end], "past_key_values": cache, "exit_policy": exit_policy}
+        chunks.append(model(ids[:, start:end], **arguments))
+    alone = model(ids[:, 4:], exit_policy=exit_policy)
+    logits = torch.cat([chunk.logits for chunk in chunks], dim=1)[:, 4:]
+    torch.testing.assert_close(logits, alone.logits, atol=1e-9, rtol=0)
+    steps = torch.cat([chunk.loop_steps for chunk in chunks], dim=1)
+    assert (steps[:, :4] == 0).all()
+    assert torch.equal(steps[:, 4:], alone.loop_steps)
 
 
 def test_start_noise_is_truncated_and_depends_on_seed_group_and_position_only():
