@@ -98,7 +98,7 @@ class LoopState:
     ):
         self.group, self.most, self.noise = group, most, noise
         self.steps, self.is_done = 0, False
-        self.final = start
+        self.start = self.final = start
         self.loop_steps = torch.zeros(start.shape[:2], dtype=torch.long, device=start.device)
         self.active = None if looped_tokens is None else ActiveTokens.from_mask(looped_tokens)
         self.state = start if self.active is None else self.active.pack(start)

@@ -4,10 +4,11 @@ Everything else (sampling, beams, assistants, streamers, stopping) is the stock 
 """
 
 import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from transformers.generation import GenerationMixin
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -82,6 +83,16 @@ class LoopGenerationMixin:
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("cache_strategy", None)  # not for `forward`: `_prepare_cache_for_generation` takes it
         super()._validate_model_kwargs(model_kwargs)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at its parameters
+    def prepare_inputs_for_generation(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
+        # For a static cache the mask is made ready here, 4D, and does not tell padding any more.
+        is_ready_made = attention_mask is not None and attention_mask.ndim == 2 and inputs["attention_mask"].ndim == 4
+        if is_ready_made:
+            tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            inputs["real_tokens"] = attention_mask[:, -tokens.shape[1] :].bool()
+        return inputs
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)

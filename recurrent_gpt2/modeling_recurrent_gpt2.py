@@ -507,12 +507,14 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         loop.leave(exits)
 
     def leave(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
-        """The last state of every token, [batch, seq, hidden]."""
+        """The last state of every token, [batch, seq, hidden]; that of padding is its first, looped or not."""
         loop.record()
         run.loop_steps.append(loop.loop_steps)
         if loop.trajectory is not None:
             run.trajectories.append(torch.stack(loop.trajectory))
-        return loop.final
+        if run.real_tokens is None or run.leaves_padding_out or run.plan.is_training:
+            return loop.final
+        return torch.where(run.real_tokens[..., None], loop.final, loop.start)
 
     def _next_state(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
         """s(k+1) of the active tokens, from `loop.state` = s(k)."""
@@ -610,7 +612,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             # No mask was needed, so these tokens are the first; the cache has grown since and must not be asked.
             return create_causal_mask(config, inputs_embeds, attention_mask, None, allow_is_causal_skip=False)
 
-        real_tokens = None
+        real_tokens = layer_arguments.pop("real_tokens", None)  # of `generate`, where the mask is 4D
         if attention_mask is not None and attention_mask.ndim == 2:
             real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
         leaves_padding_out = self._leaves_padding_out(real_tokens, cache, plan)

@@ -397,11 +397,15 @@ def test_a_prompt_of_nothing_is_a_clear_error(model):
             model.generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=2)
 
 
-def test_right_padded_prompts_are_warned_of(model, caplog):
-    """The next token is then read from a padding position, which is looped with a static cache and not with others."""
+def test_right_padded_prompts_are_warned_of_and_give_the_same_with_both_caches(model, caplog):
+    """What comes out is of little use, as of every model: the next token is read from a padding position."""
     ids, mask = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[1, 4:] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 5, "pad_token_id": 0, "output_logits": True}
+    logits = []
     for kind in (None, "static"):
         caplog.clear()
-        model.generate(ids, attention_mask=mask, cache_implementation=kind, max_new_tokens=2, pad_token_id=0)
+        output = model.generate(ids, cache_implementation=kind, return_dict_in_generate=True, **arguments)
+        logits.append(torch.stack(output.logits))
         assert "right-padding" in caplog.text
+    torch.testing.assert_close(*logits)
