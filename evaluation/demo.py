@@ -56,7 +56,7 @@ def policies_of(own: Any) -> dict[str, Any]:
     """The policies to show, by name, and first among the adaptive ones the checkpoint's own."""
     own = _as_policy(own)
     shown = [POLICIES[0], *([] if own in (None, POLICIES[0]) else [own]), *(p for p in POLICIES[1:] if p != own)]
-    return {name_of(policy) + (" (the checkpoint's own)" if policy == own else ""): policy for policy in shown}
+    return {name_of(policy) + (" (default)" if policy == own else ""): policy for policy in shown}
 
 
 def _as_policy(given: Any) -> Any:
@@ -70,7 +70,8 @@ def name_of(policy: Any) -> str:
         return "; ".join(name_of(one) for one in policy)
     if policy is None:
         return "fixed"
-    return f"{policy.name}, {policy.threshold:g}" if policy.threshold else policy.name
+    measure = policy.name if getattr(policy, "normalize", "none") == "none" else f"{policy.name}/{policy.normalize}"
+    return f"{measure}, {policy.threshold:g}" if policy.threshold else measure
 
 
 def main(arguments: list[str] | None = None) -> None:

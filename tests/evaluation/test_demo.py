@@ -23,11 +23,11 @@ def test_the_checkpoints_own_policy_comes_first():
     assert tuple(demo.policies_of("fixed").values()) == demo.POLICIES
     shown = demo.policies_of({"name": "kl", "threshold": 0.5})
     assert list(shown.values())[:2] == [FixedLoops(), KLExit(0.5)]
-    assert list(shown)[:3] == ["fixed", "kl, 0.5 (the checkpoint's own)", "step_norm, 0.03"]
+    assert list(shown)[:3] == ["fixed", "kl, 0.5 (default)", "step_norm/state, 0.03"]
     assert len(shown) == 5
     assert len(demo.policies_of("kl")) == 4
     per_group = demo.policies_of([None, "kl", {"name": "step_norm", "threshold": 2}])
-    assert list(per_group)[1] == "fixed; kl, 0.0005; step_norm, 2 (the checkpoint's own)"
+    assert list(per_group)[1] == "fixed; kl, 0.0005; step_norm, 2 (default)"
 
 
 def test_a_missing_checkpoint_is_a_sentence(tmp_path):
