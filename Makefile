@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo reproduce smoke bench test test-slow test-browser lint format clean
+.PHONY: install demo reproduce smoke bench test test-newest test-slow test-browser lint format clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,15 @@ bench: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# With the newest releases of what we depend on, in an environment of its own, to find what they break; torch stays as
+# it is pinned. First, what differs from constraints.txt.
+NEWEST := .venv-newest
+test-newest:
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager "$$(grep '^torch==' constraints.txt)" --editable '.[dev]'
+	$(NEWEST)/bin/python -m pip list --format freeze | grep -vixFf constraints.txt || true
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+
 # DeepSpeed is for these tests only; its compiled kernels are for GPUs and are left out.
 test-slow: $(INSTALLED)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed
@@ -48,10 +57,11 @@ test-browser: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

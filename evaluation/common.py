@@ -1,4 +1,5 @@
-"""What the commands of evaluation share: loading a checkpoint, cutting text into blocks, lines that outlive a crash."""
+"""What the commands of evaluation share: loading a checkpoint and its default policy, cutting text into blocks, lines
+that outlive a crash."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+from recurrent_gpt2.exit_policies import resolve_exit_policy
 from training.data import Packer, Source, is_validation
 
 
@@ -24,6 +26,33 @@ def load_checkpoint(name: str | Path) -> tuple[RecurrentGPT2ForCausalLM, PreTrai
     if not model.config.loop_groups:
         raise ValueError(f"the model {name} has no loop groups: there is nothing to evaluate.")
     return model, tokenizer
+
+
+DEFAULT = "default"  # in the place of a policy: the checkpoint's own. (None is no policy, as in `generate`.)
+
+
+def loops_of_generate(
+    model: RecurrentGPT2ForCausalLM, exit_policy: Any = DEFAULT, num_loops: int | list[int] | None = None
+) -> dict[str, Any]:
+    """The arguments of the loops that `generate` would use: those given, else the checkpoint's default."""
+    own = model.generation_config
+    if isinstance(exit_policy, str) and exit_policy == DEFAULT:
+        exit_policy = getattr(own, "exit_policy", None)
+    if num_loops is None:
+        num_loops = getattr(own, "num_loops", None)
+    return {"exit_policy": exit_policy, "num_loops": model.config.loops_per_group(num_loops)}
+
+
+def describe_loops(exit_policy: Any, num_loops: list[int]) -> str:
+    """`{"name": "kl"}, at most 24 loops`, or `8 fixed loops`."""
+    loops = str(num_loops[0]) if len(set(num_loops)) == 1 else str(num_loops)
+    if all(policy is None for policy in resolve_exit_policy(exit_policy, len(num_loops))):
+        return f"{loops} fixed loops"
+    return f"{json.dumps(exit_policy, default=_policy_to_json)}, at most {loops} loops"
+
+
+def _policy_to_json(policy: Any) -> Any:
+    return policy.to_dict() if hasattr(policy, "to_dict") else repr(policy)  # the latter: a callable
 
 
 def mean_depth(loop_steps: torch.Tensor, config: RecurrentGPT2Config) -> torch.Tensor:

@@ -5,10 +5,10 @@ each other in a table, and writes the report of the checkpoint to a page for the
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 
 from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, StepNormExit
 
-from .common import load_checkpoint, mean_depth
-from .exit_tradeoff import PAPER_THRESHOLDS, Result, Setting, score
+from .common import describe_loops, load_checkpoint, loops_of_generate, mean_depth
+from .exit_tradeoff import PAPER_THRESHOLDS, score_loops
 from .figures import PAPER_RULES
 from .report import Settings, blocks_by_seed, make_report
 
@@ -34,35 +34,44 @@ def color_of(loops: float, most: int) -> str:
 
 @torch.no_grad()
 def continue_text(
-    model, tokenizer, prompt: str, policy: ExitPolicy, new_tokens: int, most: int
+    model, tokenizer, prompt: str, policy: Any, new_tokens: int, num_loops: list[int]
 ) -> tuple[Text, float, float]:
     """The continuation in colours, the mean loops of its tokens, and milliseconds per token."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     started = time.perf_counter()
     output = model.generate(
-        ids, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.3, exit_policy=policy, num_loops=most,
-        pad_token_id=tokenizer.eos_token_id, return_dict_in_generate=True,
+        ids, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.3, exit_policy=policy,
+        num_loops=num_loops, pad_token_id=tokenizer.eos_token_id, return_dict_in_generate=True,
     )  # fmt: skip
     elapsed = time.perf_counter() - started
     # The loops at a token predict the next one, so a new token has those of the token before it.
     loops = mean_depth(output.loop_steps[0, ids.shape[1] - 1 :], model.config)
     text = Text(prompt, style="bold")
     for token, taken in zip(output.sequences[0, ids.shape[1] :], loops, strict=True):
-        text.append(tokenizer.decode(token), style=color_of(taken.item(), most))
+        text.append(tokenizer.decode(token), style=color_of(taken.item(), max(num_loops)))
     return text, loops.mean().item(), 1000 * elapsed / len(loops)
 
 
-def score_policy(model, blocks: torch.Tensor, policy: ExitPolicy, most: int) -> Result:
-    return score(model, blocks, Setting(policy.name, json.dumps(policy.to_dict()), most))
+def policies_of(own: Any) -> dict[str, Any]:
+    """The policies to show, by name, and first among the adaptive ones the checkpoint's own."""
+    own = _as_policy(own)
+    shown = [POLICIES[0], *([] if own in (None, POLICIES[0]) else [own]), *(p for p in POLICIES[1:] if p != own)]
+    return {name_of(policy) + (" (default)" if policy == own else ""): policy for policy in shown}
 
 
-def policies_of(model) -> tuple[ExitPolicy, ...]:
-    """The policies to show, and first among the adaptive ones the checkpoint's own."""
-    own = getattr(model.generation_config, "exit_policy", None)
-    if not isinstance(own, dict):
-        return POLICIES
-    own = ExitPolicy.from_dict(own)
-    return (POLICIES[0], own, *(policy for policy in POLICIES[1:] if policy != own))
+def _as_policy(given: Any) -> Any:
+    if isinstance(given, list):  # one per group
+        return [_as_policy(one) for one in given]
+    return ExitPolicy.from_dict({"name": given} if isinstance(given, str) else given) if given else None
+
+
+def name_of(policy: Any) -> str:
+    if isinstance(policy, list):
+        return "; ".join(name_of(one) for one in policy)
+    if policy is None:
+        return "fixed"
+    measure = policy.name if getattr(policy, "normalize", "none") == "none" else f"{policy.name}/{policy.normalize}"
+    return f"{measure}, {policy.threshold:g}" if policy.threshold else measure
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,30 +85,32 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model, tokenizer = load_checkpoint(options.checkpoint)
     console = Console(highlight=False)
-    most = max(model.config.loops_per_group(getattr(model.generation_config, "num_loops", None)))
+    default = loops_of_generate(model)
+    num_loops = default["num_loops"]
+    most = max(num_loops)
     legend = Text("loops: ")
     for place, color in enumerate(COLORS):
         legend.append(f"{1 + place * (most - 1) / len(COLORS):.0f}+ ", style=color)
-    console.print(legend, "\n")
+    console.print(legend)
+    console.print(f"unless told otherwise: {describe_loops(**default)}\n")
 
     settings = Settings(
         [options.source], options.output, rules=PAPER_RULES, thresholds=[*PAPER_THRESHOLDS, 0.1, 0.5, 2.0], cap=most,
         depths=(1, 2, 3, 4, 6, 8, 12), blocks=options.blocks, rounds=1, samples=2,
     )  # fmt: skip
-    policies = policies_of(model)
-    continue_text(model, tokenizer, options.prompt, FixedLoops(), 2, most)  # the first call is slower
+    policies = policies_of(default["exit_policy"])
+    continue_text(model, tokenizer, options.prompt, None, 2, num_loops)  # the first call is slower
     continued = []
-    for policy in policies:
-        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, most))
-        console.print(f"[underline]{policy}[/underline]\n", continued[-1][0], "\n", sep="")
+    for name, policy in policies.items():
+        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, num_loops))
+        console.print(f"[underline]{name}[/underline]\n", continued[-1][0], "\n", sep="")
     blocks = blocks_by_seed(options.source, tokenizer, settings, model.config.max_position_embeddings)[0]
     table = Table("exit policy", "mean loops", "ms/token", f"perplexity, {options.source}", "mean loops there",
                   title=f"{options.new_tokens} tokens, at most {most} loops")  # fmt: skip
-    rows = zip(policies, continued, strict=True)
-    for policy, (_, loops, milliseconds) in tqdm(rows, desc="perplexity", unit=" policies", total=len(policies)):
-        result = score_policy(model, blocks, policy, most)
-        name = f"{policy.name}, {policy.threshold:g}" if policy.threshold else policy.name
-        cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{result.perplexity:.2f}", f"{result.mean_depth:.2f}")
+    rows = zip(policies.items(), continued, strict=True)
+    for (name, policy), (_, loops, milliseconds) in tqdm(rows, "perplexity", unit=" policies", total=len(policies)):
+        scored = score_loops(model, blocks, policy, num_loops)
+        cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{scored['perplexity']:.2f}", f"{scored['mean_depth']:.2f}")
         table.add_row(name, *cells)
     console.print(table)
     page = make_report(options.checkpoint, settings)

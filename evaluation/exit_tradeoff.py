@@ -29,10 +29,20 @@ from scipy.stats import bootstrap
 from tqdm.auto import tqdm
 
 from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
+from recurrent_gpt2.exit_policies import exit_policy_to_json
 from training.data import Source
 from training.estimate import forward_flops
 
-from .common import appended, held_out_documents, load_checkpoint, mean_depth, read_lines, spread_blocks
+from .common import (
+    appended,
+    describe_loops,
+    held_out_documents,
+    load_checkpoint,
+    loops_of_generate,
+    mean_depth,
+    read_lines,
+    spread_blocks,
+)
 
 PAPER_THRESHOLDS = (1e-5, 1e-4, 1e-3, 1e-2)
 # A rule is swept over a range that takes it from never to at once: the paper's thresholds and a denser grid.
@@ -46,6 +56,7 @@ SWEEPS = {
     "acceleration/state": ({"name": "acceleration", "normalize": "state"}, OF_RATIOS),
     "acceleration/step": ({"name": "acceleration", "normalize": "step"}, (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
 }
+CAP = 24  # where the checkpoint has none
 FIXED_DEPTHS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64)
 
 
@@ -55,7 +66,7 @@ class Setting:
 
     rule: str
     policy: str | None  # JSON, so that settings can be compared and saved
-    num_loops: int  # the cap, or the fixed depth
+    num_loops: int | list[int]  # the cap, or the fixed depth; of a sweep, one for all groups
 
     @property
     def exit_policy(self) -> dict[str, Any] | None:
@@ -130,6 +141,22 @@ def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Settin
         sequence_depths=torch.cat(depths).tolist(),
         group_sizes=[len(group) for group in model.config.loop_groups],
     )
+
+
+def cap_of(model: RecurrentGPT2ForCausalLM) -> int:
+    """The cap of the checkpoint's default policy, or `CAP` where it has none."""
+    own = getattr(model.generation_config, "num_loops", None)
+    return CAP if own is None else max(model.config.loops_per_group(own))
+
+
+def score_loops(
+    model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, exit_policy: Any, num_loops: list[int], batch_size: int = 8
+) -> dict[str, Any]:
+    """What a policy gives, in words and numbers: for the one that `generate` uses unless told otherwise."""
+    policy = None if exit_policy is None else json.dumps(exit_policy_to_json(exit_policy))
+    result = score(model, blocks, Setting("default", policy, num_loops), batch_size)
+    measured = {name: getattr(result, name) for name in ("cross_entropy", "perplexity", "mean_depth", "mean_steps")}
+    return {"loops": describe_loops(exit_policy, num_loops), **measured}
 
 
 def flops_per_token(config, setting: Setting, mean_steps: list[float], context: int) -> float:
@@ -312,7 +339,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
     parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
-    parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument(
+        "--num_loops", type=int, help=f"the cap; the checkpoint's when left out, or {CAP} if it has none"
+    )
     parser.add_argument(
         "--depths", nargs="+", type=int, default=list(FIXED_DEPTHS), help="fixed depths beside the rules"
     )
@@ -322,8 +351,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
     options = parser.parse_args(arguments)
-    settings = make_settings(options.rules, options.num_loops, options.min_loops, options.thresholds, options.depths)
     model, tokenizer = load_checkpoint(options.checkpoint)
+    cap = cap_of(model) if options.num_loops is None else options.num_loops
+    settings = make_settings(options.rules, cap, options.min_loops, options.thresholds, options.depths)
     block_size = options.block_size or model.config.max_position_embeddings
     documents = held_out_documents(Source(options.source), options.validation_fraction)
     blocks = spread_blocks(documents, tokenizer, block_size, options.blocks)
@@ -339,6 +369,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows = card_rows(results, Path(options.source).name)
         (options.output / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
         print_table(results)
+        default = score_loops(model, blocks, **loops_of_generate(model), batch_size=options.batch_size)
+        print(f"rules: at most {cap} loops\n{describe_default(default)}")
 
 
 def card_rows(results: list[Result], dataset: str) -> list[dict[str, Any]]:
@@ -349,6 +381,11 @@ def card_rows(results: list[Result], dataset: str) -> list[dict[str, Any]]:
         row |= {"mean_steps": result.mean_depth, "perplexity": result.perplexity}
         rows.append(row | {"ms_per_token": result.ms_per_token.get("1")})
     return rows
+
+
+def describe_default(default: dict[str, Any]) -> str:
+    numbers = f"cross-entropy {default['cross_entropy']:.4f} at {default['mean_depth']:.2f} mean steps"
+    return f"what `generate` uses unless told otherwise ({default['loops']}): {numbers}"
 
 
 def print_table(results: list[Result]) -> None:

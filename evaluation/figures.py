@@ -1,8 +1,9 @@
 """The paper's figures from measured files, and the comparison that it did not make: `python -m evaluation.figures`.
 
+    python -m evaluation.figures --report DIR --output figures
     python -m evaluation.figures --trajectories DIR --geometry geometry.jsonl --tradeoff DIR --output figures
 
-draws those figures that the given inputs allow, each as PNG and PDF:
+draws those figures that the given inputs allow, each as PNG and PDF, without panels for what was not measured:
 
 - `trajectory` (figure 1): a token's path through the model in its two principal components, a loop enlarged;
 - `drift` (figure 2): drift-to-loop ratio over training, as printed and with the net move of the next group;
@@ -17,7 +18,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from recurrent_gpt2.geometry import Projection
 
-from .exit_tradeoff import PAPER_THRESHOLDS, Result, compare, read_results
+from .exit_tradeoff import PAPER_THRESHOLDS, Result, compare, pool, read_results
 from .trajectories import Trajectories, load_trajectories
 
 # Okabe and Ito's palette, which the colour-blind can tell apart; markers and dashes say the same in black and white.
@@ -175,38 +176,50 @@ def plot_cosines(geometry: list[dict[str, Any]], groups: list[list[int]], most: 
     return figure
 
 
-def plot_exit_policies(results: list[Result]) -> Figure:
-    """Figure 4: the paper's three rules at its thresholds."""
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
-    for rule in PAPER_RULES:
-        points = [r for r in results if r.setting.rule == rule and _threshold(r) in PAPER_THRESHOLDS]
-        points.sort(key=_threshold)
-        x = [_threshold(result) for result in points]
-        timed = [result for result in points if "1" in result.ms_per_token]
-        style = RULE_STYLES[rule] | {"markersize": 5}
-        axes[0].plot([_threshold(r) for r in timed], [r.ms_per_token["1"] for r in timed], label=rule, **style)
-        axes[1].plot(x, [result.perplexity for result in points], label=rule, **style)
-        axes[2].plot(x, [result.cross_entropy for result in points], label=rule, **style)
-    for ax, label in zip(axes, ("ms/token", "perplexity", "cross-entropy (nats)"), strict=True):
+def plot_exit_policies(results: list[Result]) -> Figure | None:
+    """Figure 4: the paper's three rules at its thresholds; None where none of them was measured."""
+    shown = [r for r in results if r.setting.rule in PAPER_RULES and _threshold(r) in PAPER_THRESHOLDS]
+    shown.sort(key=_threshold)
+    by_rule = {rule: [r for r in shown if r.setting.rule == rule] for rule in PAPER_RULES}
+    by_rule = {rule: points for rule, points in by_rule.items() if points}
+    if not by_rule:
+        return None
+    panels: dict[str, Callable[[Result], float]] = {
+        "perplexity": lambda result: result.perplexity,
+        "cross-entropy (nats)": lambda result: result.cross_entropy,
+    }
+    if any("1" in result.ms_per_token for result in shown):
+        panels = {"ms/token": lambda result: result.ms_per_token.get("1", np.nan), **panels}
+    width = 10 * len(panels) / 3
+    figure, axes = plt.subplots(1, len(panels), figsize=(width, 3), layout="constrained")
+    for ax, (label, measured) in zip(axes, panels.items(), strict=True):
+        for rule, points in by_rule.items():
+            style = RULE_STYLES[rule] | {"markersize": 5}
+            ax.plot([_threshold(r) for r in points], [measured(r) for r in points], label=rule, **style)
         ax.set(xscale="log", xlabel="threshold", ylabel=label)
         ax.ticklabel_format(axis="y", useOffset=False)
-    axes[0].set_ylim(0, None)
-    axes[1].legend(fontsize=7)
+        if label == "ms/token":
+            ax.set_ylim(0, None)
+    axes[-2].legend(fontsize=7)
     return figure
 
 
 def plot_fair_comparison(results: list[Result]) -> Figure:
     """Quality against mean steps and against time: rules can be compared where the cost is the same."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
+    panels = 2 if any("1" in result.ms_per_token for result in results) else 1
+    size = {"figsize": (4.5 * panels, 3.8), "layout": "constrained"}
+    figure, axes = plt.subplots(1, panels, sharey=True, squeeze=False, **size)
+    axes = axes[0]
     for rule, points in _by_rule(results):
         style = RULE_STYLES[rule] | {"markersize": 4, "linewidth": 1}
         axes[0].plot([r.mean_depth for r in points], [r.cross_entropy for r in points], label=rule, **style)
         timed = sorted((r for r in points if "1" in r.ms_per_token), key=lambda r: r.ms_per_token["1"])
-        axes[1].plot([r.ms_per_token["1"] for r in timed], [r.cross_entropy for r in timed], **style)
+        if timed:
+            axes[1].plot([r.ms_per_token["1"] for r in timed], [r.cross_entropy for r in timed], **style)
     axes[0].set(xlabel="mean loop steps of a looped layer", ylabel="cross-entropy (nats)")
-    axes[1].set(xlabel="ms/token, batch 1")
-    is_timed = any(result.ms_per_token for result in results)
-    for ax in axes if is_timed else axes[:1]:
+    if panels == 2:
+        axes[1].set(xlabel="ms/token, batch 1")
+    for ax in axes:
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(ScalarFormatter())
         ax.xaxis.set_minor_formatter(NullFormatter())
@@ -215,10 +228,12 @@ def plot_fair_comparison(results: list[Result]) -> Figure:
     return figure
 
 
-def plot_against_fixed(results: list[Result]) -> Figure:
-    """Below zero, a rule is better than fixed depth at the same mean number of steps."""
-    figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
+def plot_against_fixed(results: list[Result]) -> Figure | None:
+    """Below zero, a rule is better than fixed depth at the same mean number of steps. None without such a pair."""
     comparisons = compare(results)
+    if not comparisons:
+        return None
+    figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for rule in RULE_STYLES:
         points = sorted((c for c in comparisons if c.setting.rule == rule), key=lambda c: c.mean_depth)
         if points:
@@ -272,7 +287,7 @@ def draw_figures(
 ) -> dict[str, Path]:
     """Those figures that the inputs allow, by name. `groups` are the layers of the loops, to name them; `now` is the
     geometry to show as the model's, if not the last one of its training."""
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure | None] = {}
     with matplotlib.rc_context(STYLE):
         if trajectories is not None:
             loaded = load_trajectories(trajectories)
@@ -291,29 +306,63 @@ def draw_figures(
             figures["exit_policies"] = plot_exit_policies(results)
             figures["fair_comparison"] = plot_fair_comparison(results)
             figures["against_fixed"] = plot_against_fixed(results)
-        return {name: save_figure(figure, output, name) for name, figure in figures.items()}
+        return {name: save_figure(figure, output, name) for name, figure in figures.items() if figure is not None}
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """What `draw_figures` takes, from a folder that `evaluation.report` wrote."""
+    file = folder / "report.json"
+    if not file.exists():
+        raise FileNotFoundError(f"`--report` is {folder}, which has no report.json.")
+    report = json.loads(file.read_text())
+    return {
+        "trajectories": folder / "trajectories",
+        "geometry": report["geometry_over_training"],
+        "groups": report["groups"],
+        "results": pool(next(iter(read_sources(report).values()))),
+        "now": report["geometry"],
+    }
+
+
+def read_tradeoff(folder: Path) -> list[Result]:
+    """The results of a sweep, or those of a report on its first text."""
+    is_report = (folder / "report.json").exists()
+    results = read_report(folder)["results"] if is_report else list(read_results(folder).values())
+    if not results:
+        raise ValueError(f"`--tradeoff` is {folder}, which has no results.")
+    return results
+
+
+def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:
+    """The results of a report by text and seed."""
+    return {
+        source["name"]: [[Result.from_dict(r) for r in part] for part in source["results"]]
+        for source in report["sources"]
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, help="folder of `evaluation.report`, which has all of it")
     parser.add_argument("--trajectories", type=Path, help="folder of `evaluation.trajectories`")
     parser.add_argument("--geometry", type=Path, help="`geometry.jsonl` of a training run")
-    parser.add_argument("--tradeoff", type=Path, help="folder of `evaluation.exit_tradeoff`")
+    parser.add_argument("--tradeoff", type=Path, help="folder of `evaluation.exit_tradeoff`, or of `evaluation.report`")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    if not (options.trajectories or options.geometry or options.tradeoff):
-        raise ValueError("nothing to draw: give `--trajectories`, `--geometry` or `--tradeoff`.")
-    for name in ("geometry", "tradeoff"):
-        path = getattr(options, name)
-        if path is not None and not path.exists():
+    given = {name: path for name, path in vars(options).items() if path is not None and name != "output"}
+    if not given:
+        raise ValueError("nothing to draw: give `--report`, or `--trajectories`, `--geometry` or `--tradeoff`.")
+    for name, path in given.items():
+        if not path.exists():
             raise FileNotFoundError(f"`--{name}` is {path}, which does not exist.")
-    results = None
+    measured = read_report(options.report) if options.report else {}
+    if options.trajectories is not None:
+        measured["trajectories"] = options.trajectories
+    if options.geometry is not None:
+        measured["geometry"] = read_geometry(options.geometry)
     if options.tradeoff is not None:
-        results = list(read_results(options.tradeoff).values())
-        if not results:
-            raise ValueError(f"`--tradeoff` is {options.tradeoff}, which has no results.")
-    geometry = read_geometry(options.geometry) if options.geometry else None
-    for path in draw_figures(options.output, options.trajectories, geometry, results=results).values():
+        measured["results"] = read_tradeoff(options.tradeoff)
+    for path in draw_figures(options.output, **measured).values():
         print(path)
 
 

@@ -36,16 +36,22 @@ class CacheCost:
 
 
 @torch.no_grad()
-def last_step_cost(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor) -> CacheCost:
-    """Cross-entropy of token-by-token decoding with either cache, on the same text [n, length], at fixed loops.
+def last_step_cost(
+    model: RecurrentGPT2ForCausalLM,
+    blocks: torch.Tensor,
+    exit_policy: Any = None,
+    num_loops: int | list[int] | None = None,
+) -> CacheCost:
+    """Cross-entropy of token-by-token decoding with either cache, on the same text [n, length].
 
     With `per_step` that is the loss of one pass, so it is computed so; `last_step` has to be decoded.
     """
     rows, length = blocks.shape
     caches = {strategy: LoopCache(model.config, strategy) for strategy in ("per_step", "last_step")}
-    exact = model(blocks[:, :-1], past_key_values=caches["per_step"], use_cache=True).logits
+    loops = {"exit_policy": exit_policy, "num_loops": num_loops, "use_cache": True}
+    exact = model(blocks[:, :-1], past_key_values=caches["per_step"], **loops).logits
     decoded = [
-        model(blocks[:, [place]], past_key_values=caches["last_step"], use_cache=True).logits
+        model(blocks[:, [place]], past_key_values=caches["last_step"], **loops).logits
         for place in tqdm(range(length - 1), desc="decoding with last_step", unit=" tokens")
     ]
     losses = [
@@ -76,7 +82,7 @@ def token_depths(
     tokenizer: PreTrainedTokenizerBase,
     blocks: torch.Tensor,
     exit_policy: Any,
-    num_loops: int,
+    num_loops: int | list[int],
     least_count: int = 10,
 ) -> list[TokenDepth]:
     """All token types that occur at least `least_count` times, from the fastest to the slowest."""
@@ -109,15 +115,15 @@ def continue_blocks(
     tokenizer: PreTrainedTokenizerBase,
     blocks: torch.Tensor,
     exit_policy: Any,
-    num_loops: int,
+    num_loops: int | list[int],
     new_tokens: int = 60,
     seed: int = 0,
 ) -> list[Sample]:
     """Continuations of the first tokens of each block, sampled, none left out."""
     samples = []
+    torch.manual_seed(seed)  # once: with one seed for each, all would begin alike
     for row in blocks:
         prompt = row[: min(24, len(row) // 2)][None]
-        torch.manual_seed(seed)
         output = model.generate(
             prompt, max_new_tokens=new_tokens, do_sample=True, temperature=0.8, top_p=0.95, top_k=0,
             exit_policy=exit_policy, num_loops=num_loops, return_dict_in_generate=True,

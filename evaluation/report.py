@@ -32,21 +32,25 @@ from jinja2 import Environment, FileSystemLoader
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.data import Source
 
-from .common import held_out_documents, load_checkpoint, spread_blocks
+from .common import describe_loops, held_out_documents, load_checkpoint, loops_of_generate, spread_blocks
 from .exit_tradeoff import (
+    CAP,
     FIXED_DEPTHS,
     SWEEPS,
     Result,
     Setting,
+    cap_of,
     card_rows,
     compare,
+    describe_default,
     make_settings,
     measure_times,
     pool,
     recommended,
     run_sweep,
+    score_loops,
 )
-from .figures import PAPER_RULES, cosines_above_floor, draw_figures, read_geometry
+from .figures import PAPER_RULES, cosines_above_floor, draw_figures, read_geometry, read_report, read_sources
 from .observations import CacheCost, Sample, continue_blocks, last_step_cost, measure_geometry, token_depths
 from .study.claims import check_claims, gain_of_loops
 from .trajectories import write_trajectories
@@ -71,7 +75,7 @@ class Settings:
     validation_fraction: float = 0.01
     rules: tuple[str, ...] = tuple(SWEEPS)
     thresholds: list[float] | None = None
-    cap: int = 24
+    cap: int | None = None  # None: that of the checkpoint
     depths: Sequence[int] = FIXED_DEPTHS
     blocks: int = 16  # of each source and seed
     block_size: int | None = None
@@ -129,7 +133,8 @@ def sweep(model, tokenizer, source: str, settings: Settings, rules: tuple[str, .
     """Results of every seed."""
     own_seed = model.config.noise_seed
     block_size = settings.block_size or model.config.max_position_embeddings
-    points = make_settings(list(rules), settings.cap, thresholds=settings.thresholds, depths=settings.depths)
+    cap = cap_of(model) if settings.cap is None else settings.cap
+    points = make_settings(list(rules), cap, thresholds=settings.thresholds, depths=settings.depths)
     folder, repetitions = settings.output / "tradeoff" / name_of_source(source), []
     for seed, blocks in enumerate(blocks_by_seed(source, tokenizer, settings, block_size)):
         use_seed(model, own_seed + seed)
@@ -156,14 +161,14 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
     results = pool(sweeps[first])
     every_seed = blocks_by_seed(first, tokenizer, settings, block_size)
     blocks = every_seed[0]
-    policy, cap = default_policy(model, results), settings.cap
+    loops = loops_to_show(model, results, settings.cap)
     recorded = Path(checkpoint) / "geometry.jsonl"
     history = read_geometry(recorded) if recorded.exists() else []
     geometry = measure_geometry(model, blocks, settings.geometry_loops)
     write_trajectories(
         checkpoint, tokenizer.decode(blocks[0]), settings.output / "trajectories", settings.geometry_loops, 64
     )
-    depths = token_depths(model, tokenizer, torch.cat(every_seed), policy, cap)
+    depths = token_depths(model, tokenizer, torch.cat(every_seed), **loops)
     return {
         "checkpoint": Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint,
         "parameters": model.num_parameters(),
@@ -174,8 +179,10 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
         "block_size": block_size,
         "blocks": len(blocks),
         "seeds": settings.seeds,
-        "cap": cap,
-        "policy": policy,
+        "cap": cap_of(model) if settings.cap is None else settings.cap,
+        "policy": loops["exit_policy"],
+        "loops": describe_loops(**loops),  # of what is not a sweep: tokens, samples, caches
+        "default": score_loops(model, torch.cat(every_seed), **loops_of_generate(model)),
         "sources": [
             {"name": name_of_source(source), "results": [[json.loads(r.to_json()) for r in part] for part in parts]}
             for source, parts in sweeps.items()
@@ -183,28 +190,23 @@ def measure(checkpoint: str, settings: Settings) -> dict[str, Any]:
         "geometry": geometry,
         "geometry_over_training": history,
         "claims": [asdict(claim) for claim in check_claims(geometry, history, results, model.config.state_init)],
-        "cache": asdict(last_step_cost(model, blocks[:8])),
+        "cache": asdict(last_step_cost(model, blocks[:8], **loops)),
         "tokens": {"fastest": [asdict(d) for d in depths[:10]], "slowest": [asdict(d) for d in depths[:-11:-1]]},
         "samples": [
-            asdict(sample) for sample in continue_blocks(model, tokenizer, blocks[: settings.samples], policy, cap)
+            asdict(sample) for sample in continue_blocks(model, tokenizer, blocks[: settings.samples], **loops)
         ],
     }
 
 
-def default_policy(model: RecurrentGPT2ForCausalLM, results: list[Result]) -> Any:
-    """The checkpoint's own exit policy, or else the cheapest rule (in FLOPs) that costs no quality."""
-    own = getattr(model.generation_config, "exit_policy", None)
+def loops_to_show(model: RecurrentGPT2ForCausalLM, results: list[Result], cap: int | None) -> dict[str, Any]:
+    """What `generate` does by the checkpoint's own exit policy, or would do by the cheapest rule (in FLOPs) that costs
+    no quality, with the cap given, or that of the checkpoint."""
+    own = loops_of_generate(model, num_loops=cap)
     rules = [result for rule, result in recommended(results).items() if rule != "fixed"]
-    if own is not None or not rules:
+    if own["exit_policy"] is not None or not rules:
         return own
-    return min(rules, key=lambda result: result.flops_per_token).setting.exit_policy
-
-
-def read_sources(report: dict[str, Any]) -> dict[str, list[list[Result]]]:
-    return {
-        source["name"]: [[Result.from_dict(r) for r in part] for part in source["results"]]
-        for source in report["sources"]
-    }
+    cheapest = min(rules, key=lambda result: result.flops_per_token).setting
+    return loops_of_generate(model, cheapest.exit_policy, cheapest.num_loops)
 
 
 def sections_of(report: dict[str, Any], figures: dict[str, Path]) -> list[Section]:
@@ -233,20 +235,26 @@ def sections_of(report: dict[str, Any], figures: dict[str, Path]) -> list[Sectio
         ),
         Section(
             "Exit rules",
-            "Two rules at the same threshold stop at different depths. The fair comparison is at the same cost.",
+            "Two rules at the same threshold stop at different depths. The fair comparison is at the same cost. "
+            f"On {first}, {describe_default(report['default'])}.",
             [rules_table(sources), tradeoff_table(results)],
             drawn("fair_comparison", "against_fixed", "exit_policies"),
         ),
         Section("Loops beyond those trained", "Cross-entropy at fixed depth.", [depth_table(sources)]),
-        Section("The small cache", "`last_step` keeps one slot a layer, not one a loop step.", [cache_table(report)]),
+        Section(
+            "The small cache",
+            f"`last_step` keeps one slot a layer, not one a loop step. Under {report['loops']}.",
+            [cache_table(report)],
+        ),
         Section(
             "Slow and fast tokens",
-            f"Token types by mean steps under {json.dumps(report['policy'])}.",
+            f"Token types by mean steps under {report['loops']}.",
             [token_table(report, kind) for kind in ("slowest", "fastest")],
         ),
         Section(
             "Samples",
-            "Continuations of the first blocks of held-out text, at temperature 0.8 (top-p 0.95), none left out.",
+            "Continuations of the first blocks of held-out text, at temperature 0.8 (top-p 0.95), none left out, under "
+            f"{report['loops']}.",
             samples=[Sample(**sample) for sample in report["samples"]],
         ),
     ]  # fmt: skip
@@ -356,11 +364,8 @@ def _time(result: Result) -> str:
 def write_report(report: dict[str, Any], output: Path) -> Path:
     """Figures and pages from the numbers (and the trajectories beside them)."""
     matplotlib.use("Agg")
-    results = pool(next(iter(read_sources(report).values())))
-    figures = draw_figures(
-        output / "figures", output / "trajectories", report["geometry_over_training"], report["groups"], results,
-        report["geometry"],
-    )  # fmt: skip
+    measured = read_report(output)
+    results, figures = measured["results"], draw_figures(output / "figures", **measured)
     sections = sections_of(report, figures)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True)
     environment.filters["plain"] = lambda text: text.replace("**", "").replace("`", "")
@@ -400,7 +405,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
     parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
-    parser.add_argument("--num_loops", type=int, default=24, help="the cap")
+    parser.add_argument(
+        "--num_loops", type=int, help=f"the cap; the checkpoint's when left out, or {CAP} if it has none"
+    )
     parser.add_argument(
         "--depths", nargs="+", type=int, default=list(FIXED_DEPTHS), help="fixed depths beside the rules"
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
@@ -37,10 +37,22 @@ class ConversionReport:
         return "\n".join(f"{name} ({len(names)}): {', '.join(names)}" for name, names in parts.items())
 
 
+def check_is_gpt2(gpt2: Any) -> None:
+    """Fails where it is another model. One of another type that was loaded as a GPT-2 has random weights."""
+    if not isinstance(gpt2, GPT2LMHeadModel):
+        raise ValueError(f"`gpt2` is a {type(gpt2).__name__}, but must be a GPT2LMHeadModel, or the name of one.")
+    if gpt2.config.model_type != GPT2Config.model_type:  # as its config file has it
+        raise ValueError(
+            f"`gpt2` is {gpt2.config.name_or_path}, which is no GPT-2 but a model of type "
+            f"{gpt2.config.model_type!r}: its weights have no place here."
+        )
+
+
 def config_from_gpt2(
     gpt2: GPT2LMHeadModel, loop_groups: list[list[int]] | None, **settings: Any
 ) -> RecurrentGPT2Config:
     """GPT-2's sizes, activation and epsilon, and the settings of the loops."""
+    check_is_gpt2(gpt2)
     old = gpt2.config
     sizes = {
         "vocab_size": old.vocab_size,
@@ -110,7 +122,10 @@ def load_gpt2_weights(model, gpt2: GPT2LMHeadModel, calibration_ids: torch.Tenso
 def sample_text(gpt2: GPT2LMHeadModel, rows: int = 8, length: int = 64) -> torch.Tensor:
     """Text that GPT-2 makes up, for calibration where none is given."""
     length = min(length, gpt2.config.n_positions)
-    start = torch.full((rows, 1), gpt2.config.bos_token_id or 0, device=gpt2.device)
+    first = gpt2.config.bos_token_id
+    if first is None or first >= gpt2.config.vocab_size:  # the default is GPT-2's own, whatever the vocabulary
+        first = 0
+    start = torch.full((rows, 1), first, device=gpt2.device)
     options = {"do_sample": True, "top_k": 0, "min_length": length, "max_length": length}
     with torch.random.fork_rng():
         torch.manual_seed(0)

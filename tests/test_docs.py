@@ -1,9 +1,11 @@
 """What the documents say is true: their code runs, their numbers are those of the files, their links resolve."""
 
+import ast
 import contextlib
 import io
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from evaluation.study import documents
 from tests.helpers import ROOT, random_ids, tiny_model
 from training.card import check_card
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def code_blocks(path: Path, language: str) -> list[str]:
@@ -32,6 +34,8 @@ def test_a_model_of_the_readme_learns_its_sentence():
     losses = [float(line.rsplit(maxsplit=1)[1]) for line in printed.splitlines()[:4]]
     assert all(loss < 1 for loss in losses)  # it has learned its sentence
     assert "Think before you speak. Think before you speak." in printed
+    mean_steps = re.search(r"tensor\(\[(.*?)\]\)", printed)[1]
+    assert all(float(mean) < 12 for mean in mean_steps.split(","))  # the rule fires
 
 
 def test_the_examples_of_exit_policies_run():
@@ -46,7 +50,10 @@ def test_the_examples_of_exit_policies_run():
 
 def test_the_example_of_evaluate_runs(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert "'mean_steps'" in run_and_read(code_blocks(ROOT / "docs/evaluation.md", "python")[0])
+    printed = run_and_read(code_blocks(ROOT / "docs/evaluation.md", "python")[0])
+    for result in map(ast.literal_eval, printed.splitlines()):
+        assert result["exit_policy"]["name"] in ("step_norm", "kl")
+        assert max(result["mean_steps"]) < max(result["num_loops"])  # the rule fires
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -58,7 +65,7 @@ def test_links_resolve(path):
 def test_files_and_recipes_that_are_named_exist():
     for path in DOCUMENTS:
         for name in re.findall(
-            r"(?:training|evaluation|recurrent_gpt2|docs)/[\w/]+\.(?:py|yaml|json|md)", path.read_text()
+            r"(?:tests/)?(?:training|evaluation|recurrent_gpt2|docs)/[\w/]+\.(?:py|yaml|json|md)", path.read_text()
         ):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
 
@@ -105,7 +112,16 @@ def test_the_shipped_checkpoint_runs_as_the_readme_says(monkeypatch):
     printed = run_and_read(first + "\nloaded.append((model, ids))", loaded=(loaded := []))
     assert "Return the number of" in printed
     model, ids = loaded[0]
+    least = defaultdict(list)  # steps of every policy
+
+    def record(module, args, kwargs, output):
+        least[repr(kwargs.get("exit_policy"))].append(int(output.loop_steps.min()))
+
+    model.register_forward_hook(record, with_kwargs=True)
     run_and_read(second, model=model, ids=ids, **names)
+    del least["None"]
+    assert len(least) >= 3
+    assert all(min(steps) < model.config.num_loops for steps in least.values()), least  # every rule shown fires
 
 
 def test_the_shipped_card_says_what_its_files_say():

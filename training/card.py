@@ -64,7 +64,8 @@ def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]
     results = []
     evaluations = [entry for entry in state.get("log_history", []) if "eval_perplexity" in entry]
     if evaluations:
-        results.append(_perplexity("training data, held out", evaluations[-1]["eval_perplexity"], "fixed loops"))
+        how = f"{evaluated_loops(evaluations[-1])}fixed loops"
+        results.append(_perplexity("training data, held out", evaluations[-1]["eval_perplexity"], how))
     for row in measurements:
         results.append(_perplexity(row["dataset"], row["perplexity"], describe_policy(row)))
     return results
@@ -104,8 +105,16 @@ def training_lines(state: dict[str, Any]) -> list[str]:
     ]
     evaluations = [entry for entry in state["log_history"] if "eval_loss" in entry]
     if evaluations:
-        lines.append(f"validation loss {evaluations[-1]['eval_loss']:.4f} at step {evaluations[-1]['step']:,}")
+        last = evaluations[-1]
+        how = f"{evaluated_loops(last)}fixed loops"
+        lines.append(f"validation loss {last['eval_loss']:.4f} at step {last['step']:,}, at {how}")
     return lines
+
+
+def evaluated_loops(entry: dict[str, Any]) -> str:
+    """The loops of a logged evaluation, `8 ` or `2, 8, 2 `, or nothing where they were not logged."""
+    counts = [str(entry[name]) for name in sorted(entry) if name.startswith("eval_loops_group_")]
+    return f"{', '.join(counts if len(set(counts)) > 1 else counts[:1])} " if counts else ""
 
 
 def tokens_seen(state: dict[str, Any]) -> int | None:

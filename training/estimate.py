@@ -4,7 +4,6 @@ Counts are exact for matrix products (a test compares them with torch's own coun
 estimate and marked so.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM, sample_num_loops
 from recurrent_gpt2.modeling_recurrent_gpt2 import RecurrentGPT2Block
 
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, load_recipe, recipe_parser
 
 # Peak dense bf16 throughput by the makers' data sheets, and the share of it that a small model trained in plain PyTorch
 # may be expected to reach. The share is a guess.
@@ -161,9 +160,7 @@ def _bytes(count: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="Any field of the recipe: --field value")
-    parser.add_argument("recipe", help="a YAML file")
-    known, overrides = parser.parse_known_args(arguments)
+    known, overrides = recipe_parser(__doc__).parse_known_args(arguments)
     print(estimate(load_recipe(known.recipe, overrides)))
 
 

@@ -4,11 +4,13 @@
 
 The folder gets weights, tokenizer, code and configs, the log and the geometry of training, the report's results and
 figure, and the card that is made from them. `generate` will use the exit policy that the report found cheapest at no
-loss of quality, or `--exit_policy`, with the cap of the report.
+loss of quality, or `--exit_policy`, with the cap of the report. The config says the same number of loops, so that a
+pass with a policy takes the steps that generation with it takes.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -17,16 +19,21 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+import recurrent_gpt2
 from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
 
 from .card import render_card
 from .push import check_folder
+from .tokenizer import fit_to_model
 
+PACKAGE = Path(recurrent_gpt2.__file__).parent
 FROM_RUN = ("trainer_state.json", "geometry.jsonl")
 FROM_REPORT = ("results.json", "tradeoff.png")
 
 
-def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] | None = None) -> None:
+def package(
+    run: Path, report: Path, output: Path, exit_policy: dict[str, Any] | None = None, link_code: bool = False
+) -> None:
     for folder, names in ((run, ("config.json", *FROM_RUN)), (report, ("report.json", *FROM_REPORT))):
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
@@ -37,23 +44,37 @@ def package(run: Path, report: Path, output: Path, exit_policy: dict[str, Any] |
         raise ValueError(f"`--output` is {output}, but must be a folder of its own: it is replaced.")
     if output.exists() and any(output.iterdir()) and not (output / "config.json").exists():
         raise FileExistsError(f"`--output` {output} is not empty, and is no checkpoint to replace.")
+    if link_code and not output.resolve().is_relative_to(PACKAGE.parent):
+        raise ValueError(f"`--link-code` is for folders beside the package, in {PACKAGE.parent}, but not for {output}.")
     model = RecurrentGPT2ForCausalLM.from_pretrained(run)
     model.config.use_cache = True  # whatever it was in training
     if policy is not None:
         model.generation_config.exit_policy = ExitPolicy.from_dict(policy).to_dict()
-        model.generation_config.num_loops = measured["cap"]
+        model.config.num_loops = measured["cap"]
+    model.generation_config.num_loops = model.config.num_loops
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    fit_to_model(tokenizer, model)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as temporary:  # what is there stays until all is made
         made = Path(temporary) / output.name
         model.save_pretrained(made)
-        AutoTokenizer.from_pretrained(run).save_pretrained(made)
+        tokenizer.save_pretrained(made)
         for folder, names in ((run, FROM_RUN), (report, FROM_REPORT)):
             for name in names:
                 shutil.copy(folder / name, made / name)
         render_card(made).save(made / "README.md")
         check_folder(made)
+        if link_code:
+            link_to_package(made, output)
         shutil.rmtree(output, ignore_errors=True)
         made.rename(output)
+
+
+def link_to_package(made: Path, output: Path) -> None:
+    """Replaces the code in `made` by links into the package that are right where the folder goes, at `output`."""
+    for file in made.glob("*.py"):
+        file.unlink()
+        file.symlink_to(os.path.relpath(PACKAGE / file.name, output.resolve()))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,8 +83,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--report", type=Path, required=True, help="output folder of `evaluation.report` on the run")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--exit_policy", type=json.loads, help="JSON, instead of the report's")
+    parser.add_argument(
+        "--link-code",
+        action="store_true",
+        help="links into the package instead of copies, for a folder in this repository",
+    )
     options = parser.parse_args(arguments)
-    package(options.run, options.report, options.output, options.exit_policy)
+    package(options.run, options.report, options.output, options.exit_policy, options.link_code)
     size = sum(file.stat().st_size for file in options.output.iterdir())
     print(f"wrote {options.output} ({size / 1e6:.1f} MB)")
 

@@ -1,11 +1,14 @@
 """A recipe: all that a run depends on, in one flat YAML file, any field of which the command line may override."""
 
+import argparse
 import difflib
+import inspect
 import math
 import re
-from dataclasses import dataclass, field, fields
+import textwrap
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
@@ -118,6 +121,12 @@ class RecurrentTrainingArguments(TrainingArguments):
 MODEL_FIELDS = tuple(name for name in RecurrentGPT2Config.__annotations__ if name != "use_cache")
 
 
+# Fields of TrainingArguments that would be passed over in silence, and what to do instead.
+REFUSED = {
+    "resume_from_checkpoint": "use --resume, which goes on from the newest whole checkpoint in `output_dir`.",
+}
+
+
 @dataclass
 class Recipe:
     model: dict[str, Any]  # fields of RecurrentGPT2Config
@@ -144,14 +153,15 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def make_recipe(settings: dict[str, Any]) -> Recipe:
     parts = {part: {f.name for f in fields(part) if f.init} for part in (DataArguments, RecurrentTrainingArguments)}
-    known = {*MODEL_FIELDS, *(name for names in parts.values() for name in names)}
+    known = {*MODEL_FIELDS, *(name for names in parts.values() for name in names)} - REFUSED.keys()
     for name in settings:
+        if name in REFUSED:
+            raise ValueError(f"`{name}` is not taken: {REFUSED[name]}")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"a recipe has no field {name!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else ""))
-    for f in (f for part in parts for f in fields(part) if f.type in (bool, "bool") and f.name in settings):
-        if not isinstance(settings[f.name], bool):  # a word would count as true
-            raise ValueError(f"`{f.name}` is {settings[f.name]!r}, but must be true or false.")
+    for f in (f for part in parts for f in fields(part) if f.name in settings):
+        check_type(f, settings[f.name])
     if isinstance(settings.get("sources"), str | dict):
         settings = {**settings, "sources": [settings["sources"]]}
     data, training = (
@@ -159,6 +169,66 @@ def make_recipe(settings: dict[str, Any]) -> Recipe:
         for part, names in parts.items()
     )
     return Recipe({name: settings[name] for name in MODEL_FIELDS if name in settings}, data, training)
+
+
+def check_type(f: Field, value: Any) -> None:
+    """Fails where a field takes a truth value or a number, and is given something else."""
+    kinds = set(get_args(f.type)) or {f.type}
+    if kinds == {bool}:
+        if not isinstance(value, bool):  # a word would count as true
+            raise ValueError(f"`{f.name}` is {value!r}, but must be true or false.")
+    elif kinds <= {int, float, type(None)} and not (value is None and type(None) in kinds):
+        takes = (int, float) if float in kinds else (int,)
+        if isinstance(value, bool) or not isinstance(value, takes):
+            raise ValueError(f"`{f.name}` is {value!r}, but must be {'a number' if float in kinds else 'an int'}.")
+
+
+def recipe_parser(description: str) -> argparse.ArgumentParser:
+    """The command line of what takes a recipe; its help lists every field, by what it belongs to."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] recipe [--field value ...]",
+        description=description,
+        epilog=describe_fields(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="a YAML file; any field of it can be given as --field value, too")
+    return parser
+
+
+def describe_fields() -> str:
+    ours = {f.name for f in fields(RecurrentTrainingArguments)} - {f.name for f in fields(TrainingArguments)}
+    groups = {
+        "the model": (RecurrentGPT2Config, MODEL_FIELDS),
+        "the data": (DataArguments, {f.name for f in fields(DataArguments)}),
+        "a source, where it is a mapping": (Source, {f.name for f in fields(Source)}),
+        "training": (RecurrentTrainingArguments, ours),
+        "training, as in transformers": (TrainingArguments, {f.name for f in fields(TrainingArguments)}),
+    }
+    parts = []
+    for title, (part, names) in groups.items():
+        said, heads = meanings(part), {}  # fields with one meaning stand together
+        for f in fields(part):
+            if f.name in names and f.init and f.name not in REFUSED:
+                meaning = said.get(f.name) or f.metadata.get("help") or "As in every config of transformers."
+                heads.setdefault(meaning, []).append(("" if part is Source else "--") + f.name + _default(f))
+        lines = [_indented(", ".join(shown), 2) + "\n" + _indented(meaning, 6) for meaning, shown in heads.items()]
+        parts.append("\n".join([f"{title}:", *lines]))
+    return "\n\n".join(parts)
+
+
+def _default(f: Field) -> str:
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    return "" if default is MISSING or default is None else f" ({default})"
+
+
+def _indented(text: str, places: int) -> str:
+    return textwrap.indent(textwrap.fill(text, 112 - places), " " * places)
+
+
+def meanings(part: type) -> dict[str, str]:
+    """What the docstring of a class says of its fields: `name: meaning`, or `name, name: meaning`."""
+    entries = re.findall(r"^ {4}(\w+(?:, \w+)*):(.*(?:\n {8}.*)*)", inspect.getdoc(part) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:

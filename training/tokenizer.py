@@ -6,6 +6,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recurrent_gpt2 import RecurrentGPT2ForCausalLM
+
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -40,3 +42,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def fit_to_model(tokenizer: PreTrainedTokenizerBase, model: RecurrentGPT2ForCausalLM) -> None:
+    """Lets batches be padded and texts be cut at first try, and makes the model's configs say the same.
+
+    Where there is no token for padding, end-of-text is it: no entry is added. Padding goes on the left, where
+    generation needs it; the model does not mind on which side it is.
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the latter is what is saved
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -3,7 +3,6 @@
 `torchrun` and `accelerate launch` run the same command on more processes or machines.
 """
 
-import argparse
 import logging
 import shutil
 import sys
@@ -19,19 +18,18 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
 from .data import BlockMaker, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
-from .recipe import Recipe, RecurrentTrainingArguments, load_recipe
-from .tokenizer import load_tokenizer, train_tokenizer
+from .recipe import Recipe, RecurrentTrainingArguments, load_recipe, recipe_parser
+from .tokenizer import fit_to_model, load_tokenizer, train_tokenizer
 from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, steps_of
 
 logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> RecurrentTrainer:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="Any field of the recipe: --field value")
-    parser.add_argument("recipe", help="a YAML file")
-    known, overrides = parser.parse_known_args(arguments)
+    known, overrides = recipe_parser(__doc__).parse_known_args(arguments)
     recipe = load_recipe(known.recipe, overrides)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    is_first = recipe.training.process_index == 0  # what goes well is said once, not by every rank
+    logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s")
     transformers.utils.logging.set_verbosity_warning()
     return run(recipe)
 
@@ -44,6 +42,7 @@ def run(recipe: Recipe) -> RecurrentTrainer:
     with args.main_process_first(desc="data"):
         tokenizer = make_tokenizer(recipe, checkpoint)
         model = make_model(recipe, tokenizer, checkpoint)
+        fit_to_model(tokenizer, model)
         train_blocks, validation_blocks = make_blocks(recipe, tokenizer, model.config)
     trainer = RecurrentTrainer(
         model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer

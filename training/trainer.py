@@ -85,6 +85,11 @@ class RecurrentTrainer(Trainer):
             self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Leaves tied weights out of what is missing: a file has them once."""
+        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
+        super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
+
     def create_model_card(self, *args, **kwargs) -> None:
         """The project's card instead of the stock one, beside the weights that are pushed."""
         output_dir = Path(self.args.output_dir)
@@ -134,6 +139,8 @@ class RecurrentTrainer(Trainer):
             self._drawn, self._last_log, self._tokens_since_log = [], now, 0
         if "eval_loss" in logs:
             logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
+            for group, count in enumerate(self.model.config.loops_per_group()):  # fixed, and what it was measured at
+                logs[f"eval_loops_group_{group}"] = count
         super().log(logs, start_time)
 
 

@@ -13,21 +13,23 @@ from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 
 _DESCRIPTION = """
 Perplexity of texts under a RecurrentGPT2 model and one of its exit policies, from one adaptive pass over each text:
-exactly what decoding token by token gives.
+exactly what decoding token by token gives. Unless told otherwise, it is what `generate` would use.
 """
 
 _KWARGS_DESCRIPTION = """
 Args:
     predictions (list of str): texts.
     model_id (str): a folder or a name on the Hub.
-    exit_policy: a name, or a dict such as {"name": "acceleration", "threshold": 0.1}; None: fixed loops.
-    num_loops (int): loops, or with a policy the cap; the checkpoint's when left out.
+    exit_policy: a name, or a dict such as {"name": "acceleration", "threshold": 0.1}; None: fixed loops; "default", or
+        left out: the checkpoint's own, as in `generate`.
+    num_loops (int): loops, or with a policy the cap; the checkpoint's own when left out.
     batch_size (int): texts at a time.
     add_start_token (bool): start each text with the end-of-text token, so that its first token counts too.
 Returns:
     perplexity: of all tokens together;
     perplexities: of each text;
-    mean_steps: loop steps of a token, per group.
+    mean_steps: loop steps of a token, per group;
+    exit_policy, num_loops: what was used.
 """
 
 
@@ -46,13 +48,17 @@ class Perplexity(evaluate.Metric):
         self,
         predictions: list[str],
         model_id: str,
-        exit_policy: Any = None,
+        exit_policy: Any = "default",
         num_loops: int | None = None,
         batch_size: int = 8,
         add_start_token: bool = True,
     ) -> dict[str, Any]:
         model = RecurrentGPT2ForCausalLM.from_pretrained(model_id).eval()
         tokenizer = AutoTokenizer.from_pretrained(model_id)
+        own = model.generation_config
+        if exit_policy == "default":
+            exit_policy = getattr(own, "exit_policy", None)
+        loops = model.config.loops_per_group(getattr(own, "num_loops", None) if num_loops is None else num_loops)
         start = [tokenizer.eos_token_id] if add_start_token else []
         texts = [torch.tensor(start + tokenizer(text, verbose=False).input_ids) for text in predictions]
         limit = model.config.max_position_embeddings
@@ -64,7 +70,7 @@ class Perplexity(evaluate.Metric):
             rows = texts[first : first + batch_size]
             ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-            output = model(ids, attention_mask=mask, exit_policy=exit_policy, num_loops=num_loops, use_cache=False)
+            output = model(ids, attention_mask=mask, exit_policy=exit_policy, num_loops=loops, use_cache=False)
             losses = cross_entropy(output.logits[:, :-1].double().transpose(1, 2), ids[:, 1:], reduction="none")
             sums += (losses * mask[:, 1:]).sum(1).tolist()
             steps += output.loop_steps.double().sum((0, 1))  # padding takes none
@@ -75,4 +81,6 @@ class Perplexity(evaluate.Metric):
             "perplexity": torch.tensor(sum(sums) / sum(counts)).exp().item(),
             "perplexities": torch.tensor(each).exp().tolist(),
             "mean_steps": (steps / tokens).tolist(),
+            "exit_policy": exit_policy,
+            "num_loops": loops,
         }

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..benchmark import Ratio
+from ..figures import read_sources
 from ..report import (
     Table,
     cache_table,
     claims_table,
     depth_table,
     geometry_table,
-    read_sources,
     rules_table,
     samples_table,
     token_table,

@@ -2,7 +2,6 @@ import pytest
 
 from evaluation import demo
 from recurrent_gpt2 import FixedLoops, KLExit
-from tests.helpers import tiny_model
 
 
 def test_the_demo_shows_every_policy_and_writes_the_report(trained, tmp_path, capsys):
@@ -13,19 +12,22 @@ def test_the_demo_shows_every_policy_and_writes_the_report(trained, tmp_path, ca
     for name in ("fixed", "step_norm", "acceleration", "kl"):
         assert name in printed
     assert "perplexity" in printed
+    assert "unless told otherwise: 2 fixed loops" in printed
     page = tmp_path / "demo" / "report.html"
     assert page.exists()
     assert printed.splitlines()[-1] == f"The report is written: open {page} in a browser."
 
 
 def test_the_checkpoints_own_policy_comes_first():
-    model = tiny_model()
-    assert demo.policies_of(model) == demo.POLICIES
-    model.generation_config.exit_policy = {"name": "kl", "threshold": 0.5}
-    assert demo.policies_of(model)[:2] == (FixedLoops(), KLExit(0.5))
-    assert len(demo.policies_of(model)) == 5
-    model.generation_config.exit_policy = KLExit().to_dict()
-    assert len(demo.policies_of(model)) == 4
+    assert tuple(demo.policies_of(None).values()) == demo.POLICIES
+    assert tuple(demo.policies_of("fixed").values()) == demo.POLICIES
+    shown = demo.policies_of({"name": "kl", "threshold": 0.5})
+    assert list(shown.values())[:2] == [FixedLoops(), KLExit(0.5)]
+    assert list(shown)[:3] == ["fixed", "kl, 0.5 (default)", "step_norm/state, 0.03"]
+    assert len(shown) == 5
+    assert len(demo.policies_of("kl")) == 4
+    per_group = demo.policies_of([None, "kl", {"name": "step_norm", "threshold": 2}])
+    assert list(per_group)[1] == "fixed; kl, 0.0005; step_norm, 2 (default)"
 
 
 def test_a_missing_checkpoint_is_a_sentence(tmp_path):

@@ -83,6 +83,35 @@ def test_the_command_draws_what_it_is_given(trained, tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_the_folder_of_a_report_will_do(trained, tmp_path):
+    write_trajectories(trained / "run", "The number 5 comes before 6.", tmp_path / "trajectories", 6)
+    lines = figures.read_geometry(trained / "run" / "geometry.jsonl")
+    results = [json.loads(result.to_json()) for result in made_up_results()]
+    report = {"geometry_over_training": lines, "geometry": lines[-1], "groups": [[1], [2]],
+              "sources": [{"name": "a", "results": [results, results]}]}  # fmt: skip
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    figures.main(["--report", str(tmp_path), "--output", str(tmp_path / "all")])
+    assert {path.stem for path in (tmp_path / "all").glob("*.png")} == WITH_TRAINING
+    figures.main(["--tradeoff", str(tmp_path), "--output", str(tmp_path / "some")])
+    assert {path.stem for path in (tmp_path / "some").glob("*.png")} == {
+        "exit_policies", "fair_comparison", "against_fixed",
+    }  # fmt: skip
+
+
+def test_what_was_not_measured_has_no_panel(tmp_path):
+    results = made_up_results()
+    for result in results:
+        result.ms_per_token.clear()
+    assert [ax.get_ylabel() for ax in figures.plot_exit_policies(results).axes] == [
+        "perplexity", "cross-entropy (nats)",
+    ]  # fmt: skip
+    assert len(figures.plot_fair_comparison(results).axes) == 1
+    fixed = [result for result in results if result.setting.rule == "fixed"]
+    assert set(figures.draw_figures(tmp_path, results=fixed)) == {"fair_comparison"}
+    for figure in (figures.plot_exit_policies(made_up_results()), figures.plot_fair_comparison(made_up_results())):
+        assert all(ax.get_lines() for ax in figure.axes)
+
+
 def test_bad_input_is_named(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         figures.main(["--output", str(tmp_path)])
@@ -90,6 +119,8 @@ def test_bad_input_is_named(tmp_path):
         figures.main(["--tradeoff", str(tmp_path / "nowhere"), "--output", str(tmp_path)])
     with pytest.raises(ValueError, match="has no results"):
         figures.main(["--tradeoff", str(tmp_path), "--output", str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match=r"has no report\.json"):
+        figures.main(["--report", str(tmp_path), "--output", str(tmp_path)])
     (tmp_path / "geometry.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no measurements"):
         figures.main(["--geometry", str(tmp_path / "geometry.jsonl"), "--output", str(tmp_path)])

@@ -80,6 +80,10 @@ def test_the_harness_reports_mean_steps(results):
     assert all(1 <= mean <= 5 for mean in steps)
     assert any(mean < 5 for mean in steps)
     assert "mean loop steps per group over" in printed
+    assert numbers["config"]["loops"] == '{"name": "step_norm", "threshold": 2.0}, at most 5 loops'
+    assert "loops: " + numbers["config"]["loops"] in printed
+    header = next(line for line in printed.splitlines() if line.startswith("|"))
+    assert header.replace(" ", "").startswith("|Tasks|Version|Filter|n-shot|Metric|")
     assert {"number_choice", "number_writing"} <= set(numbers["results"])
 
 

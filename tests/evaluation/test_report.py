@@ -7,10 +7,12 @@ import torch
 
 from evaluation import exit_tradeoff, report
 from evaluation.common import load_checkpoint
-from evaluation.exit_tradeoff import pool
-from evaluation.observations import last_step_cost, token_depths
+from evaluation.exit_tradeoff import pool, score
+from evaluation.figures import read_sources
+from evaluation.observations import continue_blocks, last_step_cost, token_depths
 from evaluation.study.claims import check_claims
 from recurrent_gpt2 import LoopCache
+from tests.evaluation.test_exit_tradeoff import result_of
 from tests.helpers import random_ids, tiny_model
 from tests.training.runs import TEXT
 
@@ -49,7 +51,7 @@ def test_a_page_needs_nothing_else(written):
 
 def test_claims_are_those_of_the_numbers(written):
     numbers = json.loads((written / "report.json").read_text())
-    results = pool(next(iter(report.read_sources(numbers).values())))
+    results = pool(next(iter(read_sources(numbers).values())))
     assert [
         vars(claim) for claim in check_claims(numbers["geometry"], numbers["geometry_over_training"], results)
     ] == numbers["claims"]
@@ -58,7 +60,7 @@ def test_claims_are_those_of_the_numbers(written):
 
 def test_seeds_have_their_own_noise_and_their_own_text(written, trained):
     numbers = json.loads((written / "report.json").read_text())
-    first, second = list(report.read_sources(numbers).values())[1]
+    first, second = list(read_sources(numbers).values())[1]
     assert first[0].sequence_losses != second[0].sequence_losses
     model, tokenizer = load_checkpoint(trained / "run")
     settings = report.Settings([str(trained / "texts.jsonl")], written, blocks=2, seeds=2)
@@ -74,10 +76,11 @@ def test_seeds_have_their_own_noise_and_their_own_text(written, trained):
 def test_an_interrupted_report_repeats_no_sweep(written, trained, tmp_path, monkeypatch):
     shutil.copytree(written, tmp_path / "again")
 
-    def fail(*args):
-        raise AssertionError("scored again")
+    def scored(model, blocks, setting, batch_size):
+        assert setting.rule == "default", "scored again"
+        return score(model, blocks, setting, batch_size)
 
-    monkeypatch.setattr(exit_tradeoff, "score", fail)
+    monkeypatch.setattr(exit_tradeoff, "score", scored)
     sources = ["--source", str(trained / "texts.jsonl"), str(written / "other.jsonl")]
     report.main([str(trained / "run"), "--output", str(tmp_path / "again"), "--seeds", "2", *sources, *SMALL])
 
@@ -117,6 +120,36 @@ def test_token_types_are_ranked_by_their_own_steps(tokenizer):
     assert sum(depth.count for depth in ranked) == blocks.numel()
     slowest = max(blocks.unique().tolist(), key=lambda token: steps[blocks == token].mean().item())
     assert ranked[-1].mean_steps == pytest.approx(steps[blocks == slowest].mean().item())
+
+
+def test_what_is_shown_is_what_generate_would_do():
+    model = tiny_model(num_loops=4)
+    results = [result_of("fixed", 4, [1.0]), result_of("kl", 3.0, [1.0], '{"name": "kl"}')]
+    assert report.loops_to_show(model, results, None) == {"exit_policy": {"name": "kl"}, "num_loops": [9, 9, 9]}
+    assert report.loops_to_show(model, results[:1], None) == {"exit_policy": None, "num_loops": [4, 4, 4]}
+    model.generation_config.exit_policy, model.generation_config.num_loops = "step_norm", [2, 6, 3]
+    assert report.loops_to_show(model, results, None) == {"exit_policy": "step_norm", "num_loops": [2, 6, 3]}
+    assert report.loops_to_show(model, results, 7) == {"exit_policy": "step_norm", "num_loops": [7, 7, 7]}
+    assert exit_tradeoff.cap_of(model) == 6
+    assert exit_tradeoff.cap_of(tiny_model(num_loops=4)) == exit_tradeoff.CAP
+
+
+def test_a_report_says_which_policy_it_was(written):
+    numbers, text = json.loads((written / "report.json").read_text()), (written / "report.md").read_text()
+    assert "unless told otherwise (2 fixed loops): cross-entropy" in text
+    assert text.count(numbers["loops"]) == 3  # caches, tokens, samples
+    assert numbers["default"]["mean_steps"] == [2, 2]
+
+
+def test_samples_do_not_share_a_seed(tokenizer):
+    """The same prompt twice, continued at random."""
+    model, row = tiny_model(), random_ids(1, 12)
+    arguments = {"exit_policy": None, "num_loops": 3, "new_tokens": 12}
+    first, second = continue_blocks(model, tokenizer, torch.cat([row, row]), **arguments)
+    assert first.prompt == second.prompt
+    assert first.tokens != second.tokens
+    again = continue_blocks(model, tokenizer, torch.cat([row, row]), **arguments)
+    assert [sample.tokens for sample in again] == [first.tokens, second.tokens]
 
 
 def test_bad_input_is_named(trained, tmp_path):

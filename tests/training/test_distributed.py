@@ -16,13 +16,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launch(script: str, *arguments: str, processes: int = 2, **environment: str) -> None:
-    """Runs a script on several ranks, as `torchrun` does."""
+def launch(script: str, *arguments: str, processes: int = 2, **environment: str) -> str:
+    """Runs a script on several ranks, as `torchrun` does; returns what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), "-m", script, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    return result.stdout + result.stderr
 
 
 def results(folder):
@@ -37,7 +38,8 @@ def test_two_processes_train_as_one_does(tmp_path):
         arguments = tiny_run(
             folder, max_steps=6, per_device_train_batch_size=per_device, state_init="zeros", save_steps=6, mean_loops=4
         )
-        launch("tests.training.runs", str(folder), *arguments, processes=processes)
+        printed = launch("tests.training.runs", str(folder), *arguments, processes=processes)
+        assert printed.count("saved to") == printed.count(" parameters, loop groups") == 1
         outcomes[processes] = results(folder)
     (single,), pair = outcomes[1], outcomes[2]
     assert [rank["world_size"] for rank in pair] == [2, 2]

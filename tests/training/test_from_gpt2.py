@@ -3,7 +3,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
-from tests.helpers import random_ids
+from tests.helpers import random_ids, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +103,19 @@ def test_loading_by_folder_and_wrong_sizes(gpt2, tmp_path):
     assert looped.config.hidden_act == "gelu_new"
     with pytest.raises(ValueError, match=r"hidden_size.*GPT-2's own, 32"):
         RecurrentGPT2ForCausalLM.from_gpt2(gpt2, hidden_size=64)
+
+
+def test_what_is_no_gpt2_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no GPT-2 but a model of type 'recurrent_gpt2'"):
+        RecurrentGPT2ForCausalLM.from_gpt2(str(tmp_path))
+    with pytest.raises(ValueError, match="is a RecurrentGPT2ForCausalLM, but must be a GPT2LMHeadModel"):
+        RecurrentGPT2ForCausalLM.from_gpt2(tiny_model())
+
+
+def test_a_small_vocabulary_does_not_need_gpt2s_first_token():
+    """The default `bos_token_id` of a GPT2Config is 50256, whatever its vocabulary."""
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=8))
+    looped = RecurrentGPT2ForCausalLM.from_gpt2(gpt2)
+    assert looped.config.bos_token_id is None
+    assert torch.isfinite(looped(random_ids(1, 8)).logits).all()

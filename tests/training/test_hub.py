@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import training.train
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM, StepNormExit
 from tests.conftest import HUB_PORT
-from tests.helpers import REMOTE_CODE, random_ids, run_fresh, tiny_model
+from tests.helpers import REMOTE_CODE, ROOT, random_ids, run_fresh, tiny_model
 from tests.hub_server import TOKEN, Hub
 from tests.training.runs import tiny_run, write_texts
 from training import push
@@ -115,6 +115,16 @@ print(generate("abc", max_new_tokens=3, do_sample=False)[0]["generated_text"])
     assert torch.equal(steps, expected.loop_steps)
     assert steps.min() < 5
     assert printed.strip().splitlines()[-1].startswith("abc")
+
+
+def test_linked_code_is_uploaded_as_code(logged_in, checkpoint):
+    for name in REMOTE_CODE:
+        (checkpoint / name).unlink()
+        (checkpoint / name).symlink_to(ROOT / "recurrent_gpt2" / name)
+    push_folder(checkpoint, "someone/linked")
+    files = logged_in.files_of("someone/linked")
+    for name in REMOTE_CODE:
+        assert files[name] == (ROOT / "recurrent_gpt2" / name).read_bytes()
 
 
 def test_revisions_tags_and_what_was_pushed_before(logged_in, tmp_path, checkpoint, monkeypatch):

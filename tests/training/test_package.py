@@ -1,10 +1,13 @@
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import training.train
 from evaluation import report
+from tests.helpers import REMOTE_CODE, ROOT
 from tests.training.runs import tiny_run, write_texts
 from training import package
 
@@ -35,10 +38,28 @@ def test_the_policy_of_the_report_is_the_default(folder):
     measured = json.loads((folder / "report" / "report.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(folder / "packed", trust_remote_code=True)
     assert model.generation_config.exit_policy == measured["policy"]
-    assert model.generation_config.num_loops == 3
+    assert model.generation_config.num_loops == model.config.num_loops == 3  # the run had 2
     ids = AutoTokenizer.from_pretrained(folder / "packed")("The number", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert output.loop_steps.max() <= 3
+
+
+def test_the_code_of_a_package_is_in_it(folder):
+    assert {path.name for path in (folder / "packed").glob("*.py")} == REMOTE_CODE
+    assert not any(path.is_symlink() for path in (folder / "packed").iterdir())
+
+
+def test_code_can_be_linked_instead_inside_this_repository(folder):
+    arguments = [str(folder / "run"), "--report", str(folder / "report"), "--link-code", "--output"]
+    with pytest.raises(ValueError, match="`--link-code` is for folders beside the package"):
+        package.main([*arguments, str(folder / "elsewhere")])
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".linked-") as inside:
+        linked = Path(inside) / "deep" / "packed"
+        package.main([*arguments, str(linked)])
+        for name in REMOTE_CODE:
+            assert not (linked / name).readlink().is_absolute()
+            assert (linked / name).resolve() == ROOT / "recurrent_gpt2" / name
+        assert AutoModelForCausalLM.from_pretrained(linked, trust_remote_code=True).config.num_loops == 3
 
 
 def test_what_is_missing_is_named(folder, tmp_path):

@@ -1,3 +1,4 @@
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,14 @@ import yaml
 
 from recurrent_gpt2 import RecurrentGPT2Config
 from tests.helpers import ROOT
-from training.recipe import load_recipe, parse_overrides
+from training.recipe import (
+    MODEL_FIELDS,
+    DataArguments,
+    RecurrentTrainingArguments,
+    load_recipe,
+    parse_overrides,
+    recipe_parser,
+)
 
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
 
@@ -55,6 +63,7 @@ def test_every_field_can_be_overridden(tmp_path):
         (["--loop_group", "[[1]]"], "loop_groups"),
         (["--blok_size", "8"], "block_size"),
         (["--zzzzzz", "8"], "no field 'zzzzzz'"),
+        (["--resume_from_checkpoint", "runs/x/checkpoint-5"], "resume_from_checkpoint.* not taken: use --resume"),
         (["8"], "write --field value"),
         (["--seed", "1", "2"], "write --field value"),
     ],
@@ -80,7 +89,9 @@ def test_an_unknown_field_in_the_file_is_refused_too(tmp_path):
     "overrides",
     [["--sources", "[]"], ["--eval_blocks", "0"], ["--block_size", "1"], ["--tokenizer_vocab_size", "100"],
      ["--validation_fraction", "1.5"], ["--geometry_loops", "many"], ["--geometry_blocks", "0"],
-     ["--muon_learning_rate", "-0.01"], ["--muon_learning_rate", "fast"], ["--compile", "no"], ["--resume", "1"]],
+     ["--muon_learning_rate", "-0.01"], ["--muon_learning_rate", "fast"], ["--compile", "no"], ["--resume", "1"],
+     ["--max_steps", "ten"], ["--max_steps", "2.5"], ["--learning_rate", "high"], ["--seed", "null"],
+     ["--save_steps", "true"], ["--global_batch_size", "[8]"]],
     ids=lambda overrides: " ".join(overrides),
 )  # fmt: skip
 def test_impossible_values_are_errors_that_name_the_field(overrides):
@@ -111,3 +122,23 @@ def test_values_are_read_as_yaml_and_numbers_as_numbers():
     parsed = parse_overrides([part for name, value in given.items() for part in (f"--{name}", value)])
     assert parsed == {"a": 1e-4, "b": 7, "c": True, "d": "text", "e": -3, "f": None, "g": "no", "h": 0.5, "i": 2000}
     assert type(parsed["b"]) is int
+
+
+def test_a_field_that_is_passed_over_is_not_suggested():
+    with pytest.raises(ValueError, match="no field") as refused:
+        load_recipe(RECIPES[0], ["--resume_from_checkpont", "x"])
+    assert "'resume_from_checkpoint'" not in str(refused.value)
+
+
+def test_the_help_lists_every_field_with_its_meaning():
+    shown = recipe_parser("Trains.").format_help()
+    places = [shown.index(f"\n{title}:\n") for title in ("the model", "the data", "training")]
+    assert places == sorted(places)
+    for part in (DataArguments, RecurrentTrainingArguments):
+        for f in fields(part):
+            assert (f"--{f.name}" in shown) == (f.init and f.name != "resume_from_checkpoint"), f.name
+    for name in MODEL_FIELDS:
+        assert f"--{name}" in shown
+    assert "--resume (False)\n      Go on from the newest whole checkpoint in `output_dir`." in shown
+    assert "--backprop_loops (8)\n      In training, gradients flow through this many last loops" in shown
+    assert "text_column (text)\n      The column that holds the text." in shown

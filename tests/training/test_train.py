@@ -15,6 +15,7 @@ import training.train
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from tests.helpers import ROOT, random_ids, run_fresh, tiny_config, tiny_model
 from tests.training.runs import run_quietly, tiny_run, write_texts
+from training.card import training_lines
 from training.data import collate
 from training.trainer import RecurrentTrainer, draw_num_loops, newest_whole_checkpoint
 
@@ -274,6 +275,49 @@ def test_the_command_prints_a_sentence_and_no_traceback(folder):
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert "`hidden_size` is 15, but must be a multiple of `num_attention_heads`" in result.stderr
+
+
+def test_a_resumed_run_complains_of_nothing(folder, caplog):
+    run = folder / "calm"
+    for steps in (2, 3):
+        trainer = training.train.main(tiny_run(folder, output_dir=run, max_steps=steps, resume="true"))
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 3  # it was resumed
+    assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_weights_that_are_missing_are_still_named(folder, caplog):
+    trainer = trainer_of(tiny_model(), folder / "missing", [])
+    state = {name: value for name, value in trainer.model.state_dict().items() if not name.startswith("lm_head")}
+    del state["model.norm.weight"]
+    trainer._issue_warnings_after_load(trainer.model.load_state_dict(state, strict=False))
+    assert "['model.norm.weight']" in caplog.text
+
+
+def test_tokenizers_of_runs_pad_and_know_the_models_length(folder):
+    run = folder / "padded"
+    training.train.main(tiny_run(folder, output_dir=run, max_steps=1))
+    for path in (run, run / "checkpoint-1"):
+        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        assert (tokenizer.model_max_length, tokenizer.padding_side) == (32, "left")
+        assert tokenizer.pad_token_id == model.config.pad_token_id == model.generation_config.pad_token_id == 0
+        assert len(tokenizer) == model.config.vocab_size == 300
+        assert tokenizer(["The number", "The"], padding=True).attention_mask[1][0] == 0
+
+
+def test_the_log_says_at_which_loops_it_was_evaluated(folder):
+    run = folder / "evaluated"
+    training.train.main(tiny_run(folder, output_dir=run, max_steps=2, eval_strategy="steps", eval_steps=2,
+                                 num_loops="[3, 2]"))  # fmt: skip
+    state = json.loads((run / "trainer_state.json").read_text())
+    (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    assert (entry["eval_loops_group_0"], entry["eval_loops_group_1"]) == (3, 2)
+    assert training_lines(state)[1].endswith("at step 2, at 3, 2 fixed loops")
+
+
+def test_what_is_no_gpt2_does_not_start_a_run(folder, tmp_path):
+    tiny_model(vocab_size=300).save_pretrained(tmp_path / "looped")
+    with pytest.raises(ValueError, match="is no GPT-2"):
+        training.train.main(tiny_run(folder, output_dir=tmp_path / "run", from_gpt2=tmp_path / "looped"))
 
 
 def test_training_from_a_gpt2(folder, tmp_path):
