@@ -1,6 +1,7 @@
 """Configuration of RecurrentGPT2: a GPT-2-like decoder in which groups of layers are looped independently."""
 
 import math
+from dataclasses import field
 from typing import NamedTuple
 
 from transformers.activations import ACT2FN
@@ -82,7 +83,7 @@ class RecurrentGPT2Config(PreTrainedConfig):
     eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
     pad_token_id: int | None = None
 
-    loop_groups: list[list[int]] | None = None
+    loop_groups: list[list[int]] = field(default_factory=lambda: [[4], [5, 6], [7]])
     num_loops: int | list[int] = 12
     mean_loops: float | int = 12
     loop_sigma: float | int | None = 0.5
@@ -96,8 +97,6 @@ class RecurrentGPT2Config(PreTrainedConfig):
         super().__post_init__(**kwargs)  # first: it is what sets the fields given by their GPT-2 names
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        if self.loop_groups is None:
-            self.loop_groups = [[4], [5, 6], [7]]
         for name in ("bos_token_id", "eos_token_id"):  # GPT-2's token makes no sense in a smaller vocabulary
             if getattr(self, name) == GPT2_END_OF_TEXT >= self.vocab_size:
                 setattr(self, name, None)

@@ -18,7 +18,7 @@ import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import transformers
@@ -89,14 +89,13 @@ class ExitPolicy:
     default_threshold: ClassVar[float] = 0.0
 
     def __post_init__(self):
-        if self.threshold is None:
-            object.__setattr__(self, "threshold", self._default_threshold())
-        threshold_ok = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not threshold_ok or not 0 <= self.threshold <= sys.float_info.max:
+        threshold = self._default_threshold() if self.threshold is None else self.threshold
+        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not is_number or not 0 <= threshold <= sys.float_info.max:
             raise ValueError(
-                f"`threshold` of {type(self).__name__} is {_shown(self.threshold)}, but must be a finite number >= 0."
+                f"`threshold` of {type(self).__name__} is {_shown(threshold)}, but must be a finite number >= 0."
             )
-        object.__setattr__(self, "threshold", float(self.threshold))
+        object.__setattr__(self, "threshold", float(threshold))
         for setting in ("patience", "min_loops"):
             value = getattr(self, setting)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
@@ -114,7 +113,7 @@ class ExitPolicy:
         measure = self.measure(view)
         if measure is None:
             return torch.zeros(view.state.shape[0], dtype=torch.bool, device=view.state.device)
-        hits = measure < self.threshold  # False for NaN
+        hits = measure < cast(float, self.threshold)  # False for NaN
         if self.patience > 1:
             hits_in_a_row = view.memory.pop("hits_in_a_row", 0)
             if not hits.any():  # as most often, at most of the steps

@@ -55,7 +55,7 @@ class LeanRMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         rms = norm * constant(x.shape[-1] ** -0.5, x.dtype, x.device)
-        return (x * self.weight) / rms.hypot(constant(math.sqrt(self.eps), x.dtype, x.device))
+        return (x * self.weight) / rms.hypot(constant(math.sqrt(self.eps or 0), x.dtype, x.device))
 
 
 @lru_cache
@@ -69,7 +69,7 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Te
 def replace_layers(model: nn.Module) -> None:
     """Puts packed matrices and lean norms in the place of those that get faster by it, one at a time, so that no more
     than one weight is held twice. What shares its weight with another module, or has hooks, stays as it is."""
-    uses: dict[nn.Parameter, int] = {}
+    uses: dict[torch.Tensor, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             uses[parameter] = uses.get(parameter, 0) + 1

@@ -24,7 +24,7 @@ LOOP_ARGUMENTS = ("exit_policy", "num_loops", "cache_strategy")
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
 
 
-class LoopGenerationMixin:
+class LoopGenerationMixin(GenerationMixin):
     """Goes before `GenerationMixin` among the bases of a looped model."""
 
     def generate(self, *args, **kwargs):
@@ -88,8 +88,7 @@ class LoopGenerationMixin:
     def prepare_inputs_for_generation(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
         # For a static cache the mask is made ready here, 4D, and does not tell padding any more.
-        is_ready_made = attention_mask is not None and attention_mask.ndim == 2 and inputs["attention_mask"].ndim == 4
-        if is_ready_made:
+        if attention_mask is not None and attention_mask.ndim == 2 and inputs["attention_mask"].ndim == 4:
             tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             inputs["real_tokens"] = attention_mask[:, -tokens.shape[1] :].bool()
         return inputs
@@ -126,7 +125,7 @@ class LoopGenerationMixin:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 given = model_kwargs or {}
                 loops = {name: given.get(name) for name in ("exit_policy", "num_loops")}
-                processor.model = partial(self, **loops)
+                processor.model = partial(self.__call__, **loops)
                 if processor.unconditional_context["use_cache"]:
                     strategy = getattr(given.get("past_key_values"), "cache_strategy", None)
                     processor.unconditional_context["past_key_values"] = LoopCache(self.config, strategy)

@@ -48,25 +48,23 @@ class Slot(DynamicLayer):
                 self.values = torch.cat([self.values[:, :, :start], values], dim=2)
             return self.keys, self.values
         end = start + keys.shape[2]
-        if self._room is None or self._room[0].shape[2] < end or self._is_read_only():
-            self._make_room(start, end, keys)
-        for room, new in zip(self._room, (keys, values), strict=True):
-            room[:, :, start:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self._room)
+        room = self._room
+        # A tensor that was made in inference mode can't be written to once that is left.
+        is_read_only = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
+        if room is None or room[0].shape[2] < end or is_read_only:
+            room = self._room = self._make_room(start, end, keys)
+        room[0][:, :, start:end], room[1][:, :, start:end] = keys, values
+        self.keys, self.values = room[0][:, :, :end], room[1][:, :, :end]
         return self.keys, self.values
 
-    def _is_read_only(self) -> bool:
-        """Made in inference mode, which has been left since."""
-        return self._room[0].is_inference() and not torch.is_inference_mode_enabled()
-
-    def _make_room(self, start: int, end: int, like: torch.Tensor) -> None:
+    def _make_room(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, _, head_dim = like.shape
         capacity = max(end + GROWTH, start + start // 2)
-        room = tuple(like.new_empty(batch, heads, capacity, head_dim) for _ in range(2))
+        keys, values = (like.new_empty(batch, heads, capacity, head_dim) for _ in range(2))
         if start > 0:
-            room[0][:, :, :start] = self.keys[:, :, :start]
-            room[1][:, :, :start] = self.values[:, :, :start]
-        self._room = room
+            keys[:, :, :start] = self.keys[:, :, :start]
+            values[:, :, :start] = self.values[:, :, :start]
+        return keys, values
 
     def catch_up(self, shallower: "Slot", length: int) -> None:
         """Gives tokens that never got as deep as this slot the keys and values of the slot above."""

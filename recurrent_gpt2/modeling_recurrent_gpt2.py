@@ -13,7 +13,7 @@ keys and values of its last step, and nothing more is computed for it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,16 +60,16 @@ class RecurrentModelOutputWithPast(BaseModelOutputWithPast):
     loop_trajectory: for each group, the states s(0), s(1), ... as [steps + 1, batch, seq, hidden].
     """
 
-    loop_steps: torch.LongTensor | None = None
-    loop_trajectory: tuple[torch.FloatTensor, ...] | None = None
+    loop_steps: torch.Tensor | None = None
+    loop_trajectory: tuple[torch.Tensor, ...] | None = None
 
 
 @dataclass
 class RecurrentCausalLMOutputWithPast(CausalLMOutputWithPast):
     """`CausalLMOutputWithPast` with `loop_steps` and `loop_trajectory`, as in [`RecurrentModelOutputWithPast`]."""
 
-    loop_steps: torch.LongTensor | None = None
-    loop_trajectory: tuple[torch.FloatTensor, ...] | None = None
+    loop_steps: torch.Tensor | None = None
+    loop_trajectory: tuple[torch.Tensor, ...] | None = None
 
 
 def sample_num_loops(config: RecurrentGPT2Config, generator: torch.Generator | None = None) -> list[int]:
@@ -120,7 +120,7 @@ class RecurrentGPT2Attention(nn.Module):
 
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.o_proj.is_output_projection = True
+        self.o_proj.is_output_projection = True  # type: ignore[assignment]
 
     def forward(
         self,
@@ -160,9 +160,10 @@ class RecurrentGPT2Attention(nn.Module):
 class RecurrentGPT2MLP(nn.Module):
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.down_proj.is_output_projection = True
+        width = config.intermediate_size or 4 * config.hidden_size
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.down_proj.is_output_projection = True  # type: ignore[assignment]
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -481,7 +482,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             noise = self.start_noise[group][run.position_ids].expand_as(entry)
         start = self._start_state(entry, noise)
         looped_tokens = run.real_tokens if run.leaves_padding_out else None
-        projected_input = self.loop_inputs[group].input_proj(entry)
+        projected_input = cast(RecurrentGPT2LoopInput, self.loop_inputs[group]).input_proj(entry)
         loop = LoopState(group, start, projected_input, run.plan.num_loops[group], looped_tokens, noise)
         if run.plan.keep_trajectory:
             loop.trajectory = [start]
