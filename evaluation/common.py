@@ -16,8 +16,10 @@ from recurrent_gpt2.exit_policies import resolve_exit_policy
 from training.data import Packer, Source, is_validation
 
 
-def load_checkpoint(name: str | Path) -> tuple[RecurrentGPT2ForCausalLM, PreTrainedTokenizerBase]:
-    """Model (in eval mode, fp32) and tokenizer of a folder or a repository on the Hub."""
+def load_checkpoint(
+    name: str | Path, optimize: bool = False
+) -> tuple[RecurrentGPT2ForCausalLM, PreTrainedTokenizerBase]:
+    """Model (in eval mode, fp32) and tokenizer of a folder or a repository on the Hub; to be timed, `optimize` it."""
     try:
         model = RecurrentGPT2ForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -25,7 +27,7 @@ def load_checkpoint(name: str | Path) -> tuple[RecurrentGPT2ForCausalLM, PreTrai
         raise FileNotFoundError(f"there is no checkpoint {name}: {str(error).splitlines()[0]}") from error
     if not model.config.loop_groups:
         raise ValueError(f"the model {name} has no loop groups: there is nothing to evaluate.")
-    return model, tokenizer
+    return model.optimize_for_inference() if optimize else model, tokenizer
 
 
 DEFAULT = "default"  # in the place of a policy: the checkpoint's own. (None is no policy, as in `generate`.)

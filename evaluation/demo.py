@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
     parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
-    model, tokenizer = load_checkpoint(options.checkpoint)
+    model, tokenizer = load_checkpoint(options.checkpoint, optimize=True)
     console = Console(highlight=False)
     default = loops_of_generate(model)
     num_loops = default["num_loops"]

@@ -361,7 +361,8 @@ def main(arguments: list[str] | None = None) -> None:
     untimed = [result for result in results if not result.ms_per_token]
     if processes().is_main_process and options.rounds > 0 and untimed:
         prompts = blocks[:, : max(block_size // 4, 1)].repeat(-(-8 // len(blocks)), 1)[:8]
-        measure_times(model, prompts, results, options.output / "times.jsonl", rounds=options.rounds)
+        fast, _ = load_checkpoint(options.checkpoint, optimize=True)
+        measure_times(fast, prompts, results, options.output / "times.jsonl", rounds=options.rounds)
         with appended(options.output / "tradeoff.jsonl") as lines:
             lines.writelines(result.to_json() + "\n" for result in results)
         (options.output / "times.jsonl").unlink()

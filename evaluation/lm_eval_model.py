@@ -33,6 +33,8 @@ class RecurrentGPT2LM(HFLM):
         super().__init__(pretrained, backend="causal", **kwargs)
         if not self.model.config.loop_groups:
             raise ValueError(f"`pretrained` is {pretrained}, a model without loop groups: use the model `hf` for it.")
+        if isinstance(pretrained, str) and self.model.device.type == "cpu" and self.model.dtype == torch.float32:
+            self.model.optimize_for_inference()
         self.loop_arguments = loops_of_generate(
             self.model, json.loads(exit_policy) if is_json else exit_policy, num_loops
         )

@@ -142,7 +142,8 @@ def sweep(model, tokenizer, source: str, settings: Settings, rules: tuple[str, .
         if seed == 0 and source == settings.sources[0] and settings.rounds > 0:
             prompts = blocks[:8, : block_size // 4]
             sizes = (1, len(prompts)) if len(prompts) > 1 else (1,)
-            measure_times(model, prompts, repetitions[0], folder / "times.jsonl", sizes, rounds=settings.rounds)
+            fast, _ = load_checkpoint(model.name_or_path, optimize=True)
+            measure_times(fast, prompts, repetitions[0], folder / "times.jsonl", sizes, rounds=settings.rounds)
     use_seed(model, own_seed)
     return repetitions
 

@@ -13,6 +13,7 @@ keys and values of its last step, and nothing more is computed for it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -252,12 +253,15 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
                 "are not read, since that can run code: convert them first, where you trust them."
             ) from error
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, save_directory, *args, **kwargs):
         """`PreTrainedModel.save_pretrained`, after which all auto classes find the code, whichever class was saved."""
         if self.is_optimized:
             raise ValueError(LOAD_AGAIN + "save it.")
         self.config.auto_map = dict(AUTO_MAP)
-        return super().save_pretrained(*args, **kwargs)
+        for file in Path(save_directory).glob("*.py"):
+            if file.is_symlink():  # code would be written through it, to where it points
+                file.unlink()
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     is_optimized = False  # for inference
 

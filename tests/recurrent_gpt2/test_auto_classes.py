@@ -128,3 +128,14 @@ assert "at_once" in available_exit_policies()
     assert printed.splitlines()[:3] == ["[1]", "[2]", "[1]"]
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["exit_policy"]["name"] == "at_once"
+
+
+def test_saving_over_a_checkpoint_whose_code_is_linked_writes_files_and_not_through_the_links(tmp_path):
+    target = tmp_path / "elsewhere.py"
+    target.write_text("# of someone else")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "loop_cache.py").symlink_to(target)
+    tiny_model().save_pretrained(folder)
+    assert target.read_text() == "# of someone else"
+    assert "class LoopCache" in (folder / "loop_cache.py").read_text()
