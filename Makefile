@@ -43,9 +43,9 @@ test-newest:
 	$(NEWEST)/bin/python -m pip list --format freeze | grep -vixFf constraints.txt || true
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-# DeepSpeed is for these tests only; its compiled kernels are for GPUs and are left out.
+# DeepSpeed (without its compiled kernels, which are for GPUs) and bitsandbytes are for these tests only.
 test-slow: $(INSTALLED)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed bitsandbytes
 	$(BIN)/python -m pytest -m slow
 
 # Opens the report in a headless Chromium, from the distribution's packages (apt) unless there is one already.

@@ -214,6 +214,7 @@ def test_dynamic_quantisation_converts_the_matrices():
     assert quantised.generate(random_ids(1, 4), max_new_tokens=3).shape == (1, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bitsandbytes_converts_the_matrices_and_adapters_train_on_them(tmp_path, bits):
     tiny_model(hidden_size=64).save_pretrained(tmp_path)
