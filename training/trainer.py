@@ -21,6 +21,7 @@ from recurrent_gpt2.geometry import LoopGeometry
 from .card import render_card
 from .data import StreamedBlocks, collate
 from .muon import Muon
+from .tasks.feed import TaskFeed
 
 
 def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
@@ -33,12 +34,13 @@ class RecurrentTrainer(Trainer):
     """`Trainer` for RecurrentGPT2.
 
     Draws loop counts by step, the same on every rank (FSDP and ZeRO-3 would hang otherwise) and after a resume; decays
-    matrices only; logs perplexity, tokens, speed and loops.
+    matrices only; logs perplexity, tokens, speed and loops. `tasks` makes the rows of depth tasks, if there are any.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, tasks: TaskFeed | None = None, **kwargs):
         kwargs.setdefault("data_collator", collate)
         super().__init__(*args, **kwargs)
+        self.tasks = tasks
         if self.args.label_smoothing_factor:
             raise ValueError(
                 "`label_smoothing_factor` is not supported: the stock trainer would smooth unshifted labels."
@@ -54,6 +56,8 @@ class RecurrentTrainer(Trainer):
         self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
         if isinstance(self.train_dataset, StreamedBlocks):
             self.add_callback(StreamPosition(self.train_dataset))
+        if tasks is not None:
+            self.add_callback(CurriculumCallback(tasks, self.accelerator))
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
         if resume_from_checkpoint is not None and isinstance(self.train_dataset, StreamedBlocks):
@@ -62,6 +66,8 @@ class RecurrentTrainer(Trainer):
             self.train_dataset.start_at(stream_position(Path(resume_from_checkpoint)))
             self.args.ignore_data_skip = True
             self._random_state_of = resume_from_checkpoint
+        if resume_from_checkpoint is not None and self.tasks is not None:
+            self.tasks.load_state(saved_attribute(Path(resume_from_checkpoint), CurriculumCallback, "curricula"))
         return super().train(resume_from_checkpoint, **kwargs)
 
     def take_up(self, checkpoint: Path) -> None:
@@ -81,9 +87,32 @@ class RecurrentTrainer(Trainer):
             self._last_log = time.monotonic()
         self._tokens_since_log += inputs["input_ids"].numel() * self.args.world_size
         if self.model.config.loop_groups and "num_loops" not in inputs:
-            inputs = {**inputs, "num_loops": draw_num_loops(self.model.config, self.args.seed, *self._micro_step)}
+            inputs = {**inputs, "num_loops": self._draw_num_loops()}
             self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _draw_num_loops(self) -> list[int]:
+        config, most = self.model.config, getattr(self.args, "most_loops", None)
+        if self.tasks is not None and most is not None:
+            return self.tasks.draw_num_loops(len(config.loop_groups), most, *self._micro_step)
+        return draw_num_loops(config, self.args.seed, *self._micro_step)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """With the rows of tasks, which are made here: when the step begins, and the last one's accuracy is known."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.tasks is not None:
+            batches = [self.tasks.fill(batch, self.state.global_step, place) for place, batch in enumerate(batches)]
+            items = self._get_num_items_in_batch(batches, device)
+        return batches, items
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        if "task" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)
+        task = inputs.pop("task")
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.tasks.observe(outputs.logits, inputs["labels"], task)
+        return (loss, outputs) if return_outputs else loss
 
     def create_model_card(self, *args, **kwargs) -> None:
         """The project's card instead of the stock one, beside the weights that are pushed."""
@@ -131,6 +160,7 @@ class RecurrentTrainer(Trainer):
                 logs["muon_learning_rate"], logs["learning_rate"] = (g["lr"] for g in self.optimizer.param_groups[:2])
             for group, counts in enumerate(zip(*self._drawn, strict=True)):
                 logs[f"loops_group_{group}"] = sum(counts) / len(counts)
+            logs |= self.tasks.logs() if self.tasks is not None else {}
             self._drawn, self._last_log, self._tokens_since_log = [], now, 0
         if "eval_loss" in logs:
             logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
@@ -152,6 +182,22 @@ class StreamPosition(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         self.blocks_used = max(self.blocks_used, self.blocks.start_block)  # before training has begun
         return {"args": {}, "attributes": {"position": self.blocks.position_at(self.blocks_used)}}
+
+
+class CurriculumCallback(TrainerCallback, ExportableState):
+    """Moves the curricula of tasks on after every step, and saves them with every checkpoint."""
+
+    def __init__(self, tasks: TaskFeed, accelerator):
+        self.tasks, self.accelerator = tasks, accelerator
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.tasks.end_step(self._sum_over_ranks if args.world_size > 1 else lambda counts: counts)
+
+    def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum").cpu()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"curricula": self.tasks.state()}}
 
 
 class GeometryCallback(TrainerCallback):
@@ -224,9 +270,14 @@ def steps_of(folder: Path) -> int:
 
 
 def stream_position(checkpoint: Path) -> dict[str, Any] | None:
+    return saved_attribute(checkpoint, StreamPosition, "position")
+
+
+def saved_attribute(checkpoint: Path, callback: type, name: str) -> Any:
+    """What a callback has saved with a checkpoint; None where it has saved nothing."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    saved = state.get("stateful_callbacks", {}).get(StreamPosition.__name__)
-    return saved["attributes"]["position"] if saved else None
+    saved = state.get("stateful_callbacks", {}).get(callback.__name__)
+    return saved["attributes"][name] if saved else None
 
 
 def _perplexity(loss: float) -> float:
