@@ -1,4 +1,4 @@
-"""Feeds tasks to the trainer: rows that are made when their step comes, at the depth that the curriculum has reached."""
+"""Feeds tasks to the trainer: rows that are made when their step comes, as deep as the curriculum has come."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .task import NO_ANSWER, Task, TaskBatch, TaskSource
+from .task import NO_ANSWER, TaskBatch, TaskSource
 from .vocabulary import ids_of_tokens
 
 ROWS_WITHOUT_TEXT = 2**20  # of an epoch; tasks have no end

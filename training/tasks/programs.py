@@ -6,8 +6,8 @@
     x3 = x2 - x0
     ? x3 5 x0 3
 
-Names are the numbers of lines. Every line is three tokens (`x2 =`, ` x0`, ` + x1` with its line end; or `x0 =`, ` 3` and
-a line end), so that a name also says where its line stands: binding free names is a task of its own, and not this one.
+Names are the numbers of lines. Every line is three tokens (`x2 =`, ` x0`, ` + x1` with its line end; or `x0 =`, ` 3`
+and a line end), so that a name also says where its line stands: to bind free names is a task of its own.
 
 There are two kinds of answers. Behind a question, ` x3` is followed by its value: this is what `generate` gives. And at
 the end of every line the value of the line is asked for too, though it does not stand there: the text goes on with the
@@ -30,7 +30,8 @@ LITERAL_LINES = 3  # at the top
 class Programs(Task):
     """
     Args:
-        depth: Height of the deepest expression in training, over the literals; a question takes one loop more.
+        depth: Height of the deepest expression in training, over the digits. A question takes one loop more than the
+            line it is for, so lines of this height are not asked for in training.
         lines: Lines of a program.
         modulus: Of the arithmetic; a digit each.
         shortest: Half of the programs are shorter than `lines`, but no shorter than this, so that a question may stand
@@ -44,7 +45,7 @@ class Programs(Task):
     lines: int = 16
     modulus: int = 7
     shortest: int = 4
-    queries: int = 4
+    queries: int = 3
     literals: float = 0.15
     recent: float = 0.6
 
@@ -52,11 +53,13 @@ class Programs(Task):
         super().__post_init__()
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"`modulus` of task programs is {self.modulus}, but must be from 2 to 10: a digit each.")
-        if not LITERAL_LINES < self.shortest <= self.lines or self.queries > self.shortest:
+        if not LITERAL_LINES < self.shortest <= self.lines:
             raise ValueError(
-                f"`lines`, `shortest` and `queries` of task programs are {self.lines}, {self.shortest} and "
-                f"{self.queries}, but must go down from one to the next, `shortest` above {LITERAL_LINES}."
+                f"`shortest` of task programs is {self.shortest}, but must be from {LITERAL_LINES + 1} to `lines`, "
+                f"which is {self.lines}."
             )
+        if self.queries > LITERAL_LINES:  # so many lines can be asked for at any depth
+            raise ValueError(f"`queries` of task programs is {self.queries}, but must be at most {LITERAL_LINES}.")
         if self.depth > self.lines - LITERAL_LINES:
             raise ValueError(
                 f"`depth` of task programs is {self.depth}, but {self.lines} lines, the first {LITERAL_LINES} of which "
@@ -101,7 +104,7 @@ class Programs(Task):
             heights[:, line] = np.where(is_digit[:, line], 0, height)
         lengths = np.where(rng.random(n) < 0.5, self.lines, rng.integers(self.shortest, self.lines + 1, size=n))
         places = rng.random(shape)
-        places[np.arange(self.lines) >= lengths[:, None]] = 2.0  # behind all others
+        places[(heights >= depth) | (np.arange(self.lines) >= lengths[:, None])] = 2.0  # behind all others
         asked = places.argsort(1)[:, : self.queries]
         return self._cut(self._solved(np.where(is_digit, digits, -1), minus, *operands, asked), lengths)
 

@@ -63,7 +63,7 @@ class Task:
         return 1
 
     def sample(self, n: int, depth: int, rng: np.random.Generator) -> TaskBatch:
-        """`n` sequences, none of which needs more than `depth` loops (but for what stands behind a query)."""
+        """`n` sequences, none of which needs more than `depth` loops."""
         raise NotImplementedError
 
     def parse(self, text: str) -> TaskBatch:

@@ -40,9 +40,10 @@ def test_a_person_can_read_a_sequence_and_type_it(task):
 @EACH_TASK
 def test_a_curriculum_keeps_sequences_shallow(task):
     for depth in (1, 3, task.depth):
-        deepest = sampled(task, 512, depth).depths.max()
-        assert deepest == depth + (task.name == "programs")  # a question takes one loop more
-    assert sampled(task.deeper(12), 512, 12).depths.max() > task.depth - (task.name == "chains")
+        assert sampled(task, 512, depth).depths.max() == depth
+    deeper = task.deeper(task.depth + 4)
+    assert sampled(deeper, 512, deeper.depth).depths.max() == task.depth + 4
+    assert (deeper.tokens, deeper.length) == (task.tokens, task.length)
 
 
 @EACH_TASK
@@ -158,7 +159,8 @@ def test_a_bad_chain_is_named_in_a_sentence(text, message):
         ({"task": "chains", "weight": 0}, "`weight` of task chains is 0"),
         ({"task": "programs", "depth": 14}, "`depth` of task programs is 14, but 16 lines"),
         ({"task": "programs", "modulus": 11}, "`modulus` of task programs is 11"),
-        ({"task": "programs", "queries": 9}, "`lines`, `shortest` and `queries` of task programs are 16, 4 and 9"),
+        ({"task": "programs", "queries": 9}, "`queries` of task programs is 9, but must be at most 3"),
+        ({"task": "programs", "shortest": 3}, "`shortest` of task programs is 3, but must be from 4 to `lines`"),
     ],
 )
 def test_bad_settings_are_named_in_a_sentence(given, message):
