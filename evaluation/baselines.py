@@ -85,7 +85,7 @@ def bootstrap_interval(statistic, count: int, seed: int = 0, rounds: int = 1000)
 
 
 class TakeSteps:
-    """An exit policy that takes the steps it is told to, token by token, for one pass over one batch without padding."""
+    """An exit policy that gives every token the steps it is told to, for one pass over one batch without padding."""
 
     def __init__(self, steps: torch.Tensor):
         self.steps = steps.flatten()  # [batch, seq], at least 1
@@ -98,4 +98,4 @@ class TakeSteps:
 
 def take_steps(steps: np.ndarray) -> list[TakeSteps]:
     """Policies for `exit_policy=` that give the tokens of a batch the steps [batch, seq, groups]."""
-    return [TakeSteps(torch.as_tensor(steps[..., group])) for group in range(steps.shape[-1])]
+    return [TakeSteps(torch.tensor(steps[..., group])) for group in range(steps.shape[-1])]

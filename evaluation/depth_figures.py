@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from .figures import RULE_STYLES, STYLE
 
 STYLES = {rule: RULE_STYLES[rule] for rule in ("fixed", "step_norm/state", "kl", "acceleration/state")} | {
+    "step_norm/state x3": {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    "kl x3": {"color": "#009E73", "marker": "^", "linestyle": "-"},
     "confidence": {"color": "#CC79A7", "marker": "X", "linestyle": ":"},
+    "confidence x3": {"color": "#CC79A7", "marker": "v", "linestyle": "--"},
     "entropy": {"color": "#999999", "marker": "*", "linestyle": ":"},
 }
 
@@ -26,9 +29,9 @@ def plot_depth(result: dict[str, Any], rules: tuple[str, ...] | None = None) -> 
         _curve(quality, [(r["mean_steps"], r["accuracy"]) for r in result["rules"][rule]], rule, STYLES[rule])
     _curve(quality, [(r["mean_steps"], r["accuracy"]) for r in result["position_only"]], "position only",
            {"color": "0.6", "marker": "_", "linestyle": "--"})  # fmt: skip
-    ideal = result["ideal"][0]
+    ideal = result["ideal"][1]  # one step more than it needs, to be read by others
     quality.plot(ideal["mean_steps"], ideal["accuracy"], "*", color="gold", markeredgecolor="black", markersize=11,
-                 label="as needed (ideal)", zorder=5)  # fmt: skip
+                 label="as needed, and one to be read", zorder=5)  # fmt: skip
     quality.set(xlabel="mean loops of a token", ylabel="right answers", xlim=(0.8, min(result["cap"], 14)))
     quality.legend(fontsize=7, loc="lower right")
 
