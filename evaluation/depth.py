@@ -22,7 +22,15 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from recurrent_gpt2 import AccelerationExit, ExitPolicy, KLExit, LoopView, RecurrentGPT2ForCausalLM, StepNormExit
+from recurrent_gpt2 import (
+    AccelerationExit,
+    ExitPolicy,
+    KLExit,
+    LoopView,
+    RecurrentGPT2ForCausalLM,
+    StepNormExit,
+    available_exit_policies,
+)
 from recurrent_gpt2.geometry import above_floor, contraction_ratios
 from training.tasks import Task, TaskSource, ids_of_tokens
 from training.tasks.task import TaskBatch
@@ -291,7 +299,8 @@ class DepthStudy:
             "ideal": self.ideal(fixed_test),
             "reach": {str(target): self.reach(target, tuned, measured, fixed_tuning, fixed_test)
                       for target in TARGETS},
-            "no_loss": self.no_loss(tuned, measured, fixed_tuning, fixed_test),
+            "no_loss": (no_loss := self.no_loss(tuned, measured, fixed_tuning, fixed_test)),
+            "policy": self.recommended(no_loss, tuned),
             "deeper": self.deeper(tuned, fixed_tuning),
             "contraction": self.contraction(),
         }  # fmt: skip
@@ -387,6 +396,16 @@ class DepthStudy:
             best = cheapest([r.mean_steps for r in runs], [1 - r.accuracy for r in runs], goal)
             found[rule] = None if best is None else self.at_threshold(rule, best, measured)
         return found
+
+    def recommended(self, no_loss: dict[str, Any], tuned: dict[str, list[Run]]) -> dict[str, Any] | None:
+        """The rule that took the fewest steps on the tuning set at no loss, if it is one that a checkpoint can name."""
+        found = {}
+        for rule, runs in tuned.items():
+            make, thresholds = RULES[rule]
+            if no_loss[rule] is not None and make(thresholds[0]).name in available_exit_policies():
+                place = thresholds.index(no_loss[rule]["threshold"])
+                found[runs[place].mean_steps] = make(thresholds[place]).to_dict()
+        return found[min(found)] if found else None
 
     def deeper(self, tuned: dict[str, list[Run]], fixed: FixedDepths) -> dict[str, Any] | None:
         """Sequences deeper than those of training, with thresholds chosen on sequences as deep as in training."""
@@ -515,7 +534,7 @@ def main(arguments: list[str] | None = None) -> None:
         from .depth_figures import draw_depth_figures  # matplotlib is needed for these alone
 
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "depth.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
+        (options.output / "depth.json").write_text(json.dumps(rounded(result)) + "\n")
         for path in draw_depth_figures(result, options.output):
             print(path)
 
