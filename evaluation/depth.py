@@ -119,6 +119,7 @@ class Run:
     asked: np.ndarray  # [n, length]
     steps: np.ndarray  # [n, length, groups]
     depth: np.ndarray  # [n, length]: mean steps of a looped layer
+    state_error: float | None = None  # mean of |state at exit - state at the cap| / |state at the cap|, if known
 
     def __post_init__(self):
         self.of_sequence = np.stack([self.right.sum(1), self.asked.sum(1), self.depth.mean(1)])  # [3, n]
@@ -198,18 +199,22 @@ def run_unfrozen(
     groups, last = model.config.loop_groups, model.config.num_hidden_layers - 1
     if len(groups) > 1 or groups[0][-1] != last:
         return None
-    right, taken = [], []
+    right, taken, errors = [], [], []
     for start in range(0, len(sequences), batch_size):
         rows = slice(start, start + batch_size)
         output = model(sequences.ids[rows], num_loops=cap, output_loop_trajectory=True, use_cache=False)
         states = output.loop_trajectory[0].flatten(1, 2)  # [cap + 1, tokens, hidden]
         steps = first_exits(policy, states, model.decode_states)
-        said = model.decode_states(states[steps, torch.arange(len(steps))]).argmax(-1)
+        at_exit = states[steps, torch.arange(len(steps))]
+        said = model.decode_states(at_exit).argmax(-1)
+        errors.append(((at_exit - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)).numpy())
         shape = sequences.asked[rows].shape
         right.append((said.view(shape) == sequences.answers[rows]).numpy() & sequences.asked[rows])
         taken.append(steps.view(*shape).numpy())
     steps = np.concatenate(taken)
-    return Run(np.concatenate(right), sequences.asked, steps[..., None], steps.astype(float))
+    measured = Run(np.concatenate(right), sequences.asked, steps[..., None], steps.astype(float))
+    measured.state_error = float(np.mean(np.concatenate(errors)))
+    return measured
 
 
 def first_exits(policy: ExitPolicy, states: torch.Tensor, decode: Callable) -> torch.Tensor:
@@ -319,7 +324,9 @@ class DepthStudy:
             row = {"threshold": threshold, **describe(adaptive, self.test.depths), **against_fixed(adaptive, fixed)}
             unfrozen = run_unfrozen(self.model, self.test, self.cap, RULES[rule][0](threshold))
             if unfrozen is not None:
-                row["unfrozen"] = {"mean_steps": unfrozen.mean_steps, "accuracy": unfrozen.accuracy}
+                by_depth = unfrozen.by_required(unfrozen.right, self.test.depths)
+                row["unfrozen"] = {"mean_steps": unfrozen.mean_steps, "accuracy": unfrozen.accuracy,
+                                   "state_error": unfrozen.state_error, "accuracy_by_depth": by_depth}  # fmt: skip
             rows.append(row | {"null_accuracy": null.accuracy, "rank_correlation": correlation})
         return rows
 
