@@ -189,8 +189,8 @@ def run_all_depths(model: RecurrentGPT2ForCausalLM, sequences: Sequences, most: 
 
 @torch.no_grad()
 def run_unfrozen(
-    model: RecurrentGPT2ForCausalLM, sequences: Sequences, cap: int, policy: ExitPolicy, batch_size: int = 64
-) -> Run | None:
+    model: RecurrentGPT2ForCausalLM, sequences: Sequences, cap: int, policies: list[ExitPolicy], batch_size: int = 64
+) -> list[Run | None]:
     """What is said at each token's exit if tokens that have left go on being computed for the others to read.
 
     Nothing is saved by that. It tells what a rule loses by its choice from what it loses by freezing states. None where
@@ -198,23 +198,24 @@ def run_unfrozen(
     """
     groups, last = model.config.loop_groups, model.config.num_hidden_layers - 1
     if len(groups) > 1 or groups[0][-1] != last:
-        return None
-    right, taken, errors = [], [], []
+        return [None] * len(policies)
+    found: list[list[tuple]] = [[] for _ in policies]
     for start in range(0, len(sequences), batch_size):
         rows = slice(start, start + batch_size)
         output = model(sequences.ids[rows], num_loops=cap, output_loop_trajectory=True, use_cache=False)
         states = output.loop_trajectory[0].flatten(1, 2)  # [cap + 1, tokens, hidden]
-        steps = first_exits(policy, states, model.decode_states)
-        at_exit = states[steps, torch.arange(len(steps))]
-        said = model.decode_states(at_exit).argmax(-1)
-        errors.append(((at_exit - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)).numpy())
-        shape = sequences.asked[rows].shape
-        right.append((said.view(shape) == sequences.answers[rows]).numpy() & sequences.asked[rows])
-        taken.append(steps.view(*shape).numpy())
-    steps = np.concatenate(taken)
-    measured = Run(np.concatenate(right), sequences.asked, steps[..., None], steps.astype(float))
-    measured.state_error = float(np.mean(np.concatenate(errors)))
-    return measured
+        for policy, of_policy in zip(policies, found, strict=True):
+            steps = first_exits(policy, states, model.decode_states)
+            at_exit = states[steps, torch.arange(len(steps))]
+            said = model.decode_states(at_exit).argmax(-1).view_as(sequences.answers[rows])
+            right = (said == sequences.answers[rows]).numpy() & sequences.asked[rows]
+            error = (at_exit - states[-1]).norm(dim=-1) / states[-1].norm(dim=-1)
+            of_policy.append((right, steps.view_as(said).numpy(), error.numpy()))
+    runs = []
+    for of_policy in found:
+        right, steps, error = (np.concatenate(parts) for parts in zip(*of_policy, strict=True))
+        runs.append(Run(right, sequences.asked, steps[..., None], steps.astype(float), float(error.mean())))
+    return runs
 
 
 def first_exits(policy: ExitPolicy, states: torch.Tensor, decode: Callable) -> torch.Tensor:
@@ -316,13 +317,14 @@ class DepthStudy:
 
     def describe_rule(self, rule: str, runs: list[Run], fixed: FixedDepths) -> list[dict[str, Any]]:
         rows, rng = [], np.random.default_rng(0)
-        for threshold, adaptive in zip(RULES[rule][1], runs, strict=True):
+        make, thresholds = RULES[rule]
+        all_unfrozen = run_unfrozen(self.model, self.test, self.cap, [make(threshold) for threshold in thresholds])
+        for threshold, adaptive, unfrozen in zip(thresholds, runs, all_unfrozen, strict=True):
             null = run(self.model, self.test, self.cap, steps=shuffled(adaptive.steps, rng))
             asked = self.test.asked
             taken, needed = adaptive.depth[asked], self.test.depths[asked]
             correlation = spearmanr(taken, needed).statistic if len(set(taken)) > 1 else None
             row = {"threshold": threshold, **describe(adaptive, self.test.depths), **against_fixed(adaptive, fixed)}
-            unfrozen = run_unfrozen(self.model, self.test, self.cap, RULES[rule][0](threshold))
             if unfrozen is not None:
                 by_depth = unfrozen.by_required(unfrozen.right, self.test.depths)
                 row["unfrozen"] = {"mean_steps": unfrozen.mean_steps, "accuracy": unfrozen.accuracy,

@@ -60,7 +60,7 @@ def test_one_pass_has_all_fixed_depths():
 def test_first_exits_are_the_steps_of_a_token_that_nobody_else_froze(policy):
     """The first token reads itself alone, so that it takes the same steps whether others are frozen or not."""
     model, sequences = model_of(), sequences_of(64)
-    adaptive, unfrozen = run(model, sequences, 12, policy), run_unfrozen(model, sequences, 12, policy)
+    adaptive, (unfrozen,) = run(model, sequences, 12, policy), run_unfrozen(model, sequences, 12, [policy])
     assert np.array_equal(adaptive.steps[:, 0], unfrozen.steps[:, 0])
     assert np.array_equal(adaptive.right[:, 0], unfrozen.right[:, 0])
 
