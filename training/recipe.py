@@ -11,6 +11,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from recurrent_gpt2 import RecurrentGPT2Config
+from recurrent_gpt2.exit_policies import resolve_exit_policy
 
 from .data import Source
 from .tasks import TaskSource
@@ -86,6 +87,9 @@ class RecurrentTrainingArguments(TrainingArguments):
             that of AdamW for embeddings and norms. Left out: AdamW for all.
         most_loops: With tasks, the loops of a step are uniform between the depth of the curriculum and this. Left out:
             as the config has it (`mean_loops`, `loop_sigma`).
+        exit_policies: Exit policies (names or mappings) to train with: in a share of the micro-steps one of them lets
+            tokens leave their loops early, with gradients, so that others learn to read states that have stopped.
+        exit_share: That share.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -96,6 +100,8 @@ class RecurrentTrainingArguments(TrainingArguments):
     from_gpt2: str | None = None
     muon_learning_rate: float | None = None
     most_loops: int | None = None
+    exit_policies: list[Any] = field(default_factory=list)
+    exit_share: float = 0.5
     geometry_loops: int = 0
     geometry_blocks: int = 4
 
@@ -106,6 +112,9 @@ class RecurrentTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
         if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
             raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
+        resolve_exit_policy(list(self.exit_policies), len(self.exit_policies))
+        if isinstance(self.exit_share, str | bool) or not 0 <= self.exit_share <= 1:
+            raise ValueError(f"`exit_share` is {self.exit_share!r}, but must be a number from 0 to 1.")
         if self.muon_learning_rate is not None and not (
             isinstance(self.muon_learning_rate, int | float) and 0 < self.muon_learning_rate < math.inf
         ):

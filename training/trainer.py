@@ -30,6 +30,16 @@ def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
     return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 
 
+def draw_exit_policy(args, step: int, micro_step: int) -> Any:
+    """The exit policy of a micro-step, or None: again a function of seed, step and micro-step alone."""
+    policies = getattr(args, "exit_policies", None)
+    if not policies:
+        return None
+    digest = hashlib.blake2b(f"exits/{args.seed}/{step}/{micro_step}".encode(), digest_size=8).digest()
+    share, place = (int.from_bytes(half, "big") / 2**32 for half in (digest[:4], digest[4:]))
+    return policies[int(place * len(policies))] if share < args.exit_share else None
+
+
 class RecurrentTrainer(Trainer):
     """`Trainer` for RecurrentGPT2.
 
@@ -48,6 +58,11 @@ class RecurrentTrainer(Trainer):
         if isinstance(self.train_dataset, StreamedBlocks) and self.args.dataloader_num_workers:
             raise ValueError(
                 "`dataloader_num_workers` must be 0 for streamed sources: the place to resume from is kept here."
+            )
+        if getattr(self.args, "exit_policies", None) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "`exit_policies` need whole weights: with FSDP or DeepSpeed, processes whose tokens leave at different "
+                "steps would wait for each other for ever. Leave them out."
             )
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
@@ -88,7 +103,12 @@ class RecurrentTrainer(Trainer):
         self._tokens_since_log += inputs["input_ids"].numel() * self.args.world_size
         if self.model.config.loop_groups and "num_loops" not in inputs:
             inputs = {**inputs, "num_loops": self._draw_num_loops()}
-            self._drawn.append(inputs["num_loops"])
+            policy = draw_exit_policy(self.args, *self._micro_step)
+            if policy is not None:
+                most = getattr(self.args, "most_loops", None) or self.model.config.num_loops
+                inputs |= {"exit_policy": policy, "num_loops": most}
+            else:
+                self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _draw_num_loops(self) -> list[int]:
@@ -106,12 +126,16 @@ class RecurrentTrainer(Trainer):
         return batches, items
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
-        if "task" not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = dict(inputs)
-        task = inputs.pop("task")
+        task = inputs.pop("task", None)
+        with_exits = inputs.get("exit_policy") is not None
+        if with_exits:
+            model.eval()  # policies are for that mode: noise of the start is fixed by position, dropout is off
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.tasks.observe(outputs.logits, inputs["labels"], task)
+        if with_exits:
+            model.train()
+        elif task is not None:
+            self.tasks.observe(outputs.logits, inputs["labels"], task)  # what exits lose does not hold a curriculum up
         return (loss, outputs) if return_outputs else loss
 
     def create_model_card(self, *args, **kwargs) -> None:

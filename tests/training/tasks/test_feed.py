@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import training.train
+import training.trainer
+from evaluation.baselines import take_steps
+from tests.helpers import random_ids, tiny_model
 from tests.training.runs import tiny_run, write_texts
 from tests.training.test_train import check_resume
 from training.data import collate
@@ -160,6 +163,8 @@ def test_a_trained_checkpoint_is_an_ordinary_one_that_knows_its_task(folder):
         ({"most_loops": 3}, "`most_loops` is 3, but `depth` of task chains is 4"),
         ({"most_loops": 0}, "`most_loops` is 0"),
         ({"sources": "[{task: chains, text_column: a}]"}, "`text_column` is a setting of text"),
+        ({"exit_policies": "[confident]"}, "`exit_policy` 'confident' is unknown"),
+        ({"exit_share": 2}, "`exit_share` is 2, but must be a number from 0 to 1"),
         ({"sources": "[texts.jsonl]", "most_loops": 3}, "none of the `sources` is a task"),
     ],
 )
@@ -173,3 +178,42 @@ def test_streamed_text_beside_tasks_is_refused(folder):
     sources = f"[{{path: {folder / 'texts.jsonl'}, streaming: true}}, {CHAINS}]"
     with pytest.raises(ValueError, match="can't be streamed beside tasks"):
         training.train.main(task_run(folder, "streamed", sources=sources))
+
+
+def test_training_with_exits_draws_policies_and_moves_the_weights(folder, monkeypatch):
+    seen, draw = [], training.trainer.draw_exit_policy
+
+    def recorded(*args):
+        seen.append(draw(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(training.trainer, "draw_exit_policy", recorded)
+    policies = "[kl, {name: step_norm, threshold: 0.5, normalize: state}]"
+    fields = {"max_steps": 12, "save_strategy": "no", "exit_policies": policies, "exit_share": 0.7}
+    trainer = training.train.main(task_run(folder, "exits", **fields))
+    assert {None, "kl"} < {policy if not isinstance(policy, dict) else "other" for policy in seen}
+    assert trainer.model.training  # left as the stock trainer expects it
+    again = training.train.main(task_run(folder, "exits-again", **fields))
+    without = training.train.main(task_run(folder, "without", **fields | {"exit_share": 0.0}))
+    first, second, third = (run.model.state_dict()["lm_head.weight"] for run in (trainer, again, without))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+def test_gradients_flow_through_states_that_have_stopped():
+    """A token that leaves at once is read by others; what they say still depends on the weights of its step."""
+    model = tiny_model(std=0.3, dtype=torch.float64, num_hidden_layers=1, loop_groups=[[0]])
+    ids, steps = random_ids(1, 6), np.array([[[1], [4], [2], [4], [1], [4]]])
+    weight = model.model.layers[0].mlp.up_proj.weight
+
+    def loss():
+        return model(ids, exit_policy=take_steps(steps), num_loops=4, use_cache=False).logits[0, -1, :5].sum()
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    direction = torch.randn_like(weight)
+    with torch.no_grad():
+        weight += 1e-6 * direction
+        above = loss()
+        weight -= 2e-6 * direction
+        slope = (above - loss()) / 2e-6
+    torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
