@@ -29,9 +29,9 @@ from recurrent_gpt2 import (
     LoopView,
     RecurrentGPT2ForCausalLM,
     StepNormExit,
-    available_exit_policies,
 )
 from recurrent_gpt2.geometry import above_floor, contraction_ratios
+from training.confidence import ConfidenceExit, EntropyExit
 from training.tasks import Task, TaskSource, ids_of_tokens
 from training.tasks.task import TaskBatch
 
@@ -51,27 +51,7 @@ TUNING_SEED, TEST_SEED, DEEPER_SEED = 71, 72, 73  # training draws from seeds of
 TARGETS = (0.95, 0.98, 0.99, 0.999)
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97, 1.0)
 MARGINS = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class ConfidenceExit(ExitPolicy):
-    """Stops when the most likely token is likely enough: 1 - max p < threshold."""
-
-    default_threshold = 0.1
-
-    def measure(self, view: LoopView) -> torch.Tensor:
-        return 1 - view.decode(view.state).float().softmax(-1).amax(-1)
-
-
-@dataclass(frozen=True)
-class EntropyExit(ExitPolicy):
-    """Stops when the decoded distribution is sharp: its entropy in nats < threshold."""
-
-    default_threshold = 0.1
-
-    def measure(self, view: LoopView) -> torch.Tensor:
-        log_p = view.decode(view.state).float().log_softmax(-1)
-        return -(log_p.exp() * log_p).sum(-1)
+IN_CHECKPOINTS = ("acceleration", "kl", "step_norm")  # rules that the code of a checkpoint knows
 
 
 def _rule(make: type[ExitPolicy], thresholds: tuple[float, ...], **settings):
@@ -411,7 +391,7 @@ class DepthStudy:
         found = {}
         for rule, runs in tuned.items():
             make, thresholds = RULES[rule]
-            if no_loss[rule] is not None and make(thresholds[0]).name in available_exit_policies():
+            if no_loss[rule] is not None and make(thresholds[0]).name in IN_CHECKPOINTS:
                 place = thresholds.index(no_loss[rule]["threshold"])
                 found[runs[place].mean_steps] = make(thresholds[place]).to_dict()
         return found[min(found)] if found else None

@@ -13,6 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from recurrent_gpt2 import RecurrentGPT2Config
 from recurrent_gpt2.exit_policies import resolve_exit_policy
 
+from . import confidence as confidence  # registers its rules, for `exit_policies`
 from .data import Source
 from .tasks import TaskSource
 
@@ -87,8 +88,9 @@ class RecurrentTrainingArguments(TrainingArguments):
             that of AdamW for embeddings and norms. Left out: AdamW for all.
         most_loops: With tasks, the loops of a step are uniform between the depth of the curriculum and this. Left out:
             as the config has it (`mean_loops`, `loop_sigma`).
-        exit_policies: Exit policies (names or mappings) to train with: in a share of the micro-steps one of them lets
-            tokens leave their loops early, with gradients, so that others learn to read states that have stopped.
+        exit_policies: Exit policies (names or mappings; `confidence` and `entropy` too) to train with: in a share of
+            the micro-steps one of them lets tokens leave their loops early, with gradients, so that others learn to
+            read states that have stopped.
         exit_share: That share.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
