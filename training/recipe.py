@@ -11,9 +11,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from recurrent_gpt2 import RecurrentGPT2Config
-from recurrent_gpt2.exit_policies import resolve_exit_policy
 
-from . import confidence as confidence  # registers its rules, for `exit_policies`
+from .confidence import policy_to_train_with
 from .data import Source
 from .tasks import TaskSource
 
@@ -114,7 +113,8 @@ class RecurrentTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
         if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
             raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
-        resolve_exit_policy(list(self.exit_policies), len(self.exit_policies))
+        for policy in self.exit_policies:
+            policy_to_train_with(policy)  # fails here rather than in the middle of a run
         if isinstance(self.exit_share, str | bool) or not 0 <= self.exit_share <= 1:
             raise ValueError(f"`exit_share` is {self.exit_share!r}, but must be a number from 0 to 1.")
         if self.muon_learning_rate is not None and not (

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import training.train
 import training.trainer
 from evaluation.baselines import take_steps
+from recurrent_gpt2 import KLExit
 from tests.helpers import random_ids, tiny_model
 from tests.training.runs import tiny_run, write_texts
 from tests.training.test_train import check_resume
+from training.confidence import ConfidenceExit
 from training.data import collate
 from training.tasks import Chains, Programs, TaskSource, task_tokenizer
 from training.tasks.feed import Curriculum, MixedRows, TaskFeed
@@ -188,10 +190,10 @@ def test_training_with_exits_draws_policies_and_moves_the_weights(folder, monkey
         return seen[-1]
 
     monkeypatch.setattr(training.trainer, "draw_exit_policy", recorded)
-    policies = "[kl, {name: step_norm, threshold: 0.5, normalize: state}]"
+    policies = "[kl, {name: confidence, threshold: 0.5}]"
     fields = {"max_steps": 12, "save_strategy": "no", "exit_policies": policies, "exit_share": 0.7}
     trainer = training.train.main(task_run(folder, "exits", **fields))
-    assert {None, "kl"} < {policy if not isinstance(policy, dict) else "other" for policy in seen}
+    assert set(seen) == {None, KLExit(), ConfidenceExit(0.5)}
     assert trainer.model.training  # left as the stock trainer expects it
     again = training.train.main(task_run(folder, "exits-again", **fields))
     without = training.train.main(task_run(folder, "without", **fields | {"exit_share": 0.0}))
