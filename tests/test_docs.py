@@ -56,6 +56,34 @@ def test_the_example_of_evaluate_runs(monkeypatch):
         assert max(result["mean_steps"]) < max(result["num_loops"])  # the rule fires
 
 
+def test_a_program_that_somebody_types_is_answered(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    program, parser = code_blocks(ROOT / "docs/tasks.md", "python")[:2]
+    assert run_and_read(program).startswith("x4 is 3\n")  # 2 * 5 modulo 7
+    assert "line 1 refers to x2, which is not defined before it." in run_and_read(parser)
+
+
+def test_the_third_task_of_the_document_is_one(tmp_path):
+    import numpy as np
+
+    import training.train
+    from tests.training.runs import tiny_run
+    from training.tasks import TaskSource
+
+    block = code_blocks(ROOT / "docs/tasks.md", "python")[2]
+    assert "->" in run_and_read(block, __name__="successors")
+    task = TaskSource.parse({"task": "successors"}).task
+    batch = task.sample(20, 4, np.random.default_rng(1))
+    for ids, answers, depths in zip(batch.ids, batch.answers, batch.depths, strict=True):
+        parsed = task.parse(task.text(ids))
+        for found, expected in ((parsed.ids, ids), (parsed.answers, answers), (parsed.depths, depths)):
+            assert found[0].tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="the ring must have 18 words"):
+        task.parse("a b c")
+    arguments = tiny_run(tmp_path, sources="[{task: successors}]", most_loops=4, max_steps=2, save_strategy="no")
+    assert training.train.main(arguments).state.global_step == 2
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_resolve(path):
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):

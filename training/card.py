@@ -1,6 +1,7 @@
 """The model card of a checkpoint, from the template `model_card.md` and the files that the checkpoint's numbers are in.
 
 - `trainer_state.json`: what was trained, and the validation loss.
+- `depth.json`, if it is there: what `evaluation.depth` measured of a model of a depth task; see `tasks/card.py`.
 - `results.json`, if it is there: a list of measurements, each with `dataset`, `policy` (a dict; null: fixed loops),
   `num_loops`, `mean_steps`, `perplexity`, and perhaps `ms_per_token`.
 """
@@ -13,6 +14,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
+from .tasks.card import render_task_card
+
 TEMPLATE = Path(__file__).parents[1] / "model_card.md"
 FIGURE = "tradeoff.png"
 
@@ -20,7 +23,9 @@ FIGURE = "tradeoff.png"
 def render_card(
     checkpoint: Path, repo: str | None = None, license: str = "apache-2.0", datasets: list[str] | None = None
 ) -> ModelCard:
-    """`datasets` are names on the Hub that the model was trained on."""
+    """`datasets` are names on the Hub that the model was trained on. A model of a depth task has a card of its own."""
+    if (checkpoint / "depth.json").exists():
+        return render_task_card(checkpoint, repo, license)
     config = _read(checkpoint / "config.json")
     state = _read(checkpoint / "trainer_state.json") or {}
     measurements = _read(checkpoint / "results.json") or []

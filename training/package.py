@@ -5,7 +5,8 @@
 The folder gets weights, tokenizer, code and configs, the log and the geometry of training, the report's results and
 figure, and the card that is made from them. `generate` will use the exit policy that the report found cheapest at no
 loss of quality, or `--exit_policy`, with the cap of the report. The config says the same number of loops, so that a
-pass with a policy takes the steps that generation with it takes.
+pass with a policy takes the steps that generation with it takes. The report on a model of a depth task is what
+`evaluation.depth` wrote.
 """
 
 import argparse
@@ -29,16 +30,20 @@ from .tokenizer import fit_to_model
 PACKAGE = Path(recurrent_gpt2.__file__).parent
 FROM_RUN = ("trainer_state.json", "geometry.jsonl")
 FROM_REPORT = ("results.json", "tradeoff.png")
+OF_TASKS = ("depth.json", "depth.png")  # of `evaluation.depth`
 
 
 def package(
     run: Path, report: Path, output: Path, exit_policy: dict[str, Any] | None = None, link_code: bool = False
 ) -> None:
-    for folder, names in ((run, ("config.json", *FROM_RUN)), (report, ("report.json", *FROM_REPORT))):
+    is_task = (report / OF_TASKS[0]).exists()
+    of_run, of_report = (FROM_RUN[:1], OF_TASKS) if is_task else (FROM_RUN, FROM_REPORT)
+    report_file = OF_TASKS[0] if is_task else "report.json"
+    for folder, names in ((run, ("config.json", *of_run)), (report, (report_file, *of_report))):
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
-    measured = json.loads((report / "report.json").read_text())
+    measured = json.loads((report / report_file).read_text())
     policy = exit_policy or measured["policy"]
     if any(folder.resolve().is_relative_to(output.resolve()) for folder in (run, report)):
         raise ValueError(f"`--output` is {output}, but must be a folder of its own: it is replaced.")
@@ -59,7 +64,7 @@ def package(
         made = Path(temporary) / output.name
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        for folder, names in ((run, FROM_RUN), (report, FROM_REPORT)):
+        for folder, names in ((run, of_run), (report, of_report)):
             for name in names:
                 shutil.copy(folder / name, made / name)
         render_card(made).save(made / "README.md")
@@ -80,7 +85,12 @@ def link_to_package(made: Path, output: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="output folder of a training run")
-    parser.add_argument("--report", type=Path, required=True, help="output folder of `evaluation.report` on the run")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        required=True,
+        help="output folder of `evaluation.report` (or `evaluation.depth`) on the run",
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--exit_policy", type=json.loads, help="JSON, instead of the report's")
     parser.add_argument(

@@ -15,7 +15,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from recurrent_gpt2 import RecurrentGPT2Config
 
+from .confidence import policy_to_train_with
 from .data import Source
+from .tasks import TaskSource
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -44,8 +46,8 @@ def read_yaml(text: str) -> Any:
 class DataArguments:
     """
     Args:
-        sources: Paths or mappings, see `training.data.Source`.
-        tokenizer: Name on the Hub, folder, or `train`: train one on the corpus.
+        sources: Paths or mappings, see `training.data.Source`, and depth tasks, see `training.tasks`.
+        tokenizer: Name on the Hub, folder, or `train`: train one on the corpus. Tasks alone bring their own.
         tokenizer_vocab_size: Entries of a tokenizer that is trained.
         tokenizer_characters: Characters of text that it is trained on.
         block_size: Tokens of a training sequence; all positions of the model when left out.
@@ -86,6 +88,12 @@ class RecurrentTrainingArguments(TrainingArguments):
         from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
         muon_learning_rate: Train the matrices of blocks and loop inputs by Muon, at this rate; `learning_rate` is then
             that of AdamW for embeddings and norms. Left out: AdamW for all.
+        most_loops: With tasks, the loops of a step are uniform between the depth of the curriculum and this. Left out:
+            as the config has it (`mean_loops`, `loop_sigma`).
+        exit_policies: Exit policies (names or mappings; `confidence` and `entropy` too) to train with: in a share of
+            the micro-steps one of them lets tokens leave their loops early, with gradients, so that others learn to
+            read states that have stopped.
+        exit_share: That share.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -95,6 +103,9 @@ class RecurrentTrainingArguments(TrainingArguments):
     resume: bool = False
     from_gpt2: str | None = None
     muon_learning_rate: float | None = None
+    most_loops: int | None = None
+    exit_policies: list[Any] = field(default_factory=list)
+    exit_share: float = 0.5
     geometry_loops: int = 0
     geometry_blocks: int = 4
 
@@ -103,6 +114,12 @@ class RecurrentTrainingArguments(TrainingArguments):
         for name, least in {"geometry_loops": 0, "geometry_blocks": 1}.items():
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
+        if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
+            raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
+        for policy in self.exit_policies:
+            policy_to_train_with(policy)  # fails here rather than in the middle of a run
+        if isinstance(self.exit_share, str | bool) or not 0 <= self.exit_share <= 1:
+            raise ValueError(f"`exit_share` is {self.exit_share!r}, but must be a number from 0 to 1.")
         if self.muon_learning_rate is not None and not (
             isinstance(self.muon_learning_rate, int | float) and 0 < self.muon_learning_rate < math.inf
         ):
@@ -134,8 +151,19 @@ class Recipe:
     training: RecurrentTrainingArguments
 
     @property
-    def sources(self) -> list[Source]:
-        return [Source.parse(source) for source in self.data.sources]
+    def sources(self) -> list[Source | TaskSource]:
+        return [
+            TaskSource.parse(given) if isinstance(given, dict) and "task" in given else Source.parse(given)
+            for given in self.data.sources
+        ]
+
+    @property
+    def texts(self) -> list[Source]:
+        return [source for source in self.sources if isinstance(source, Source)]
+
+    @property
+    def tasks(self) -> list[TaskSource]:
+        return [source for source in self.sources if isinstance(source, TaskSource)]
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:

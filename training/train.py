@@ -19,6 +19,8 @@ from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
 from .data import BlockMaker, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
 from .recipe import Recipe, RecurrentTrainingArguments, load_recipe, recipe_parser
+from .tasks import extended_tokenizer, task_tokenizer
+from .tasks.feed import MixedRows, TaskFeed, accuracy_metrics
 from .tokenizer import fit_to_model, load_tokenizer, train_tokenizer
 from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, steps_of
 
@@ -43,10 +45,12 @@ def run(recipe: Recipe) -> RecurrentTrainer:
         tokenizer = make_tokenizer(recipe, checkpoint)
         model = make_model(recipe, tokenizer, checkpoint)
         fit_to_model(tokenizer, model)
-        train_blocks, validation_blocks = make_blocks(recipe, tokenizer, model.config)
+        feed = make_feed(recipe, tokenizer, model.config)
+        train_blocks, validation_blocks = make_blocks(recipe, tokenizer, model.config, feed)
     trainer = RecurrentTrainer(
-        model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer
-    )
+        model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer,
+        tasks=feed, **(accuracy_metrics() if feed is not None and not recipe.texts else {}),
+    )  # fmt: skip
     if args.geometry_loops > 0 and model.config.loop_groups:
         held_out = [validation_blocks[place] for place in range(min(args.geometry_blocks, len(validation_blocks)))]
         trainer.add_callback(GeometryCallback(held_out, args.geometry_loops))
@@ -87,8 +91,11 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
 def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokenizerBase:
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint))
+    tasks = [source.task for source in recipe.tasks]
     if recipe.data.tokenizer != "train":
-        return load_tokenizer(recipe.data.tokenizer)
+        return extended_tokenizer(load_tokenizer(recipe.data.tokenizer), tasks)
+    if not recipe.texts:
+        return task_tokenizer(tasks)
     # Kept beside the checkpoints from the start: every process, and a run that is resumed before its first
     # checkpoint, must get the same one.
     folder = Path(recipe.training.output_dir) / "tokenizer"
@@ -98,13 +105,13 @@ def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokeniz
         logger.info(f"training a tokenizer of {recipe.data.tokenizer_vocab_size} entries")
         texts = training_texts(recipe)
         train_tokenizer(texts, recipe.data.tokenizer_vocab_size).save_pretrained(folder)
-    return load_tokenizer(str(folder))
+    return extended_tokenizer(load_tokenizer(str(folder)), tasks)
 
 
 def training_texts(recipe: Recipe) -> Iterator[str]:
     """Training documents of all sources in turn, until there are enough characters for a tokenizer."""
-    budget = recipe.data.tokenizer_characters // len(recipe.sources)
-    for source in recipe.sources:
+    budget = recipe.data.tokenizer_characters // len(recipe.texts)
+    for source in recipe.texts:
         taken = 0
         for text in source.documents():
             if not is_validation(text, recipe.data.validation_fraction):
@@ -129,6 +136,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: P
         settings.setdefault("eos_token_id", tokenizer.eos_token_id)
         settings.setdefault("bos_token_id", tokenizer.bos_token_id)
         model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config(**settings))
+    if recipe.tasks:
+        model.config.tasks = [source.task.to_dict() for source in recipe.tasks]  # `evaluation.depth` reads them
     config, block_size = model.config, recipe.data.block_size
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
@@ -159,9 +168,49 @@ def resumed_config(checkpoint: Path, settings: dict[str, Any]) -> RecurrentGPT2C
     return RecurrentGPT2Config(**{**config.to_dict(), **changed, "use_cache": True})
 
 
-def make_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):
-    """Training blocks, and the validation blocks that are evaluated."""
-    sources, data = recipe.sources, recipe.data
+def make_feed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config) -> TaskFeed | None:
+    """What makes the rows of tasks, if there are any."""
+    args, data = recipe.training, recipe.data
+    if not recipe.tasks:
+        if args.most_loops is not None:
+            raise ValueError(f"`most_loops` is {args.most_loops}, but none of the `sources` is a task: leave it out.")
+        return None
+    args.remove_unused_columns = False  # they are not the model's: which task a row is of
+    block_size = data.block_size or (config.max_position_embeddings if recipe.texts else None)
+    feed = TaskFeed(recipe.tasks, tokenizer, args.seed, args.process_index, block_size)
+    limit = min(config.max_position_embeddings, block_size or config.max_position_embeddings)
+    for task in feed.tasks:
+        if task.length + 1 > limit:
+            raise ValueError(
+                f"a sequence of task {task.name} with {task} has {task.length} tokens and an end, but there are "
+                f"{limit} places (`max_position_embeddings`, `block_size`)."
+            )
+        if args.most_loops is not None and args.most_loops < task.depth:
+            raise ValueError(
+                f"`most_loops` is {args.most_loops}, but `depth` of task {task.name} is {task.depth}, and a loop does "
+                "one step of it: raise the one, or lower the other."
+            )
+    return feed
+
+
+def make_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config, feed: TaskFeed | None = None
+):
+    """Training blocks, and the validation blocks that are evaluated. Rows of tasks are left for `feed` to make."""
+    if feed is None:
+        return make_text_blocks(recipe, tokenizer, config)
+    if any(source.streaming for source in recipe.texts):
+        raise ValueError("text can't be streamed beside tasks: leave `streaming` out.")
+    text, validation = None, feed.validation(recipe.data.eval_blocks)
+    if recipe.texts:
+        text, of_text = make_text_blocks(recipe, tokenizer, config)
+        validation = [*of_text, *validation]
+    text_weight = sum(source.weight for source in recipe.texts)
+    return MixedRows(text, text_weight, recipe.tasks, recipe.training.seed), validation
+
+
+def make_text_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):
+    sources, data = recipe.texts, recipe.data
     block_size = data.block_size or config.max_position_embeddings
     record = Path(recipe.training.output_dir) / "blocks.json"
     if not recipe.training.resume and recipe.training.process_index == 0:
@@ -182,6 +231,7 @@ def describe(model: RecurrentGPT2ForCausalLM, args: RecurrentTrainingArguments) 
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     mean = model.config.mean_loops
     loops = f"always {mean}" if model.config.loop_sigma is None else f"drawn with mean {mean + 1}"
+    loops = loops if args.most_loops is None else f"up to {args.most_loops}"
     logger.info(
         f"{model.num_parameters():,} parameters, loop groups {model.config.loop_groups}, loops {loops}; "
         f"{per_step} sequences a step, {args.world_size} process(es) on {args.device}"

@@ -19,8 +19,10 @@ from recurrent_gpt2 import sample_num_loops
 from recurrent_gpt2.geometry import LoopGeometry
 
 from .card import render_card
+from .confidence import policy_to_train_with
 from .data import StreamedBlocks, collate
 from .muon import Muon
+from .tasks.feed import TaskFeed
 
 
 def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
@@ -29,16 +31,27 @@ def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
     return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 
 
+def draw_exit_policy(args, step: int, micro_step: int) -> Any:
+    """The exit policy of a micro-step, or None: again a function of seed, step and micro-step alone."""
+    policies = getattr(args, "exit_policies", None)
+    if not policies:
+        return None
+    digest = hashlib.blake2b(f"exits/{args.seed}/{step}/{micro_step}".encode(), digest_size=8).digest()
+    share, place = (int.from_bytes(half, "big") / 2**32 for half in (digest[:4], digest[4:]))
+    return policy_to_train_with(policies[int(place * len(policies))]) if share < args.exit_share else None
+
+
 class RecurrentTrainer(Trainer):
     """`Trainer` for RecurrentGPT2.
 
     Draws loop counts by step, the same on every rank (FSDP and ZeRO-3 would hang otherwise) and after a resume; decays
-    matrices only; logs perplexity, tokens, speed and loops.
+    matrices only; logs perplexity, tokens, speed and loops. `tasks` makes the rows of depth tasks, if there are any.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, tasks: TaskFeed | None = None, **kwargs):
         kwargs.setdefault("data_collator", collate)
         super().__init__(*args, **kwargs)
+        self.tasks = tasks
         if self.args.label_smoothing_factor:
             raise ValueError(
                 "`label_smoothing_factor` is not supported: the stock trainer would smooth unshifted labels."
@@ -47,6 +60,11 @@ class RecurrentTrainer(Trainer):
             raise ValueError(
                 "`dataloader_num_workers` must be 0 for streamed sources: the place to resume from is kept here."
             )
+        if getattr(self.args, "exit_policies", None) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "`exit_policies` need whole weights: with FSDP or DeepSpeed, processes whose tokens leave at different "
+                "steps would wait for each other for ever. Leave them out."
+            )
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
         self._last_log: float | None = None  # when
@@ -54,6 +72,8 @@ class RecurrentTrainer(Trainer):
         self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
         if isinstance(self.train_dataset, StreamedBlocks):
             self.add_callback(StreamPosition(self.train_dataset))
+        if tasks is not None:
+            self.add_callback(CurriculumCallback(tasks, self.accelerator))
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
         if resume_from_checkpoint is not None and isinstance(self.train_dataset, StreamedBlocks):
@@ -62,6 +82,8 @@ class RecurrentTrainer(Trainer):
             self.train_dataset.start_at(stream_position(Path(resume_from_checkpoint)))
             self.args.ignore_data_skip = True
             self._random_state_of = resume_from_checkpoint
+        if resume_from_checkpoint is not None and self.tasks is not None:
+            self.tasks.load_state(saved_attribute(Path(resume_from_checkpoint), CurriculumCallback, "curricula"))
         return super().train(resume_from_checkpoint, **kwargs)
 
     def take_up(self, checkpoint: Path) -> None:
@@ -81,14 +103,46 @@ class RecurrentTrainer(Trainer):
             self._last_log = time.monotonic()
         self._tokens_since_log += inputs["input_ids"].numel() * self.args.world_size
         if self.model.config.loop_groups and "num_loops" not in inputs:
-            inputs = {**inputs, "num_loops": draw_num_loops(self.model.config, self.args.seed, *self._micro_step)}
-            self._drawn.append(inputs["num_loops"])
+            inputs = {**inputs, "num_loops": self._draw_num_loops()}
+            policy = draw_exit_policy(self.args, *self._micro_step)
+            if policy is not None:
+                most = getattr(self.args, "most_loops", None) or self.model.config.num_loops
+                inputs |= {"exit_policy": policy, "num_loops": most}
+            else:
+                self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Leaves tied weights out of what is missing: a file has them once."""
         missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
         super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
+
+    def _draw_num_loops(self) -> list[int]:
+        config, most = self.model.config, getattr(self.args, "most_loops", None)
+        if self.tasks is not None and most is not None:
+            return self.tasks.draw_num_loops(len(config.loop_groups), most, *self._micro_step)
+        return draw_num_loops(config, self.args.seed, *self._micro_step)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """With the rows of tasks, which are made here: when the step begins, and the last one's accuracy is known."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.tasks is not None:
+            batches = [self.tasks.fill(batch, self.state.global_step, place) for place, batch in enumerate(batches)]
+            items = self._get_num_items_in_batch(batches, device)
+        return batches, items
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        task = inputs.pop("task", None)
+        with_exits = inputs.get("exit_policy") is not None
+        if with_exits:
+            model.eval()  # policies are for that mode: noise of the start is fixed by position, dropout is off
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if with_exits:
+            model.train()
+        elif task is not None:
+            self.tasks.observe(outputs.logits, inputs["labels"], task)  # what exits lose does not hold a curriculum up
+        return (loss, outputs) if return_outputs else loss
 
     def create_model_card(self, *args, **kwargs) -> None:
         """The project's card instead of the stock one, beside the weights that are pushed."""
@@ -136,6 +190,7 @@ class RecurrentTrainer(Trainer):
                 logs["muon_learning_rate"], logs["learning_rate"] = (g["lr"] for g in self.optimizer.param_groups[:2])
             for group, counts in enumerate(zip(*self._drawn, strict=True)):
                 logs[f"loops_group_{group}"] = sum(counts) / len(counts)
+            logs |= self.tasks.logs() if self.tasks is not None else {}
             self._drawn, self._last_log, self._tokens_since_log = [], now, 0
         if "eval_loss" in logs:
             logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
@@ -159,6 +214,22 @@ class StreamPosition(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         self.blocks_used = max(self.blocks_used, self.blocks.start_block)  # before training has begun
         return {"args": {}, "attributes": {"position": self.blocks.position_at(self.blocks_used)}}
+
+
+class CurriculumCallback(TrainerCallback, ExportableState):
+    """Moves the curricula of tasks on after every step, and saves them with every checkpoint."""
+
+    def __init__(self, tasks: TaskFeed, accelerator):
+        self.tasks, self.accelerator = tasks, accelerator
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.tasks.end_step(self._sum_over_ranks if args.world_size > 1 else lambda counts: counts)
+
+    def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(counts.to(self.accelerator.device), "sum").cpu()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"curricula": self.tasks.state()}}
 
 
 class GeometryCallback(TrainerCallback):
@@ -231,9 +302,14 @@ def steps_of(folder: Path) -> int:
 
 
 def stream_position(checkpoint: Path) -> dict[str, Any] | None:
+    return saved_attribute(checkpoint, StreamPosition, "position")
+
+
+def saved_attribute(checkpoint: Path, callback: type, name: str) -> Any:
+    """What a callback has saved with a checkpoint; None where it has saved nothing."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
-    saved = state.get("stateful_callbacks", {}).get(StreamPosition.__name__)
-    return saved["attributes"]["position"] if saved else None
+    saved = state.get("stateful_callbacks", {}).get(callback.__name__)
+    return saved["attributes"][name] if saved else None
 
 
 def _perplexity(loss: float) -> float:

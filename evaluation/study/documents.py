@@ -2,7 +2,8 @@
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
 `docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
-`ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of `evaluation.study.controls`).
+`ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of `evaluation.study.controls`); in `docs/tasks/`,
+`chains.json` and `programs.json` (of `evaluation.study.depth_tasks`).
 """
 
 import json
@@ -23,6 +24,7 @@ from ..report import (
     samples_table,
     token_table,
 )
+from . import depth_tasks
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -97,6 +99,10 @@ def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = Fa
     return make
 
 
+def of_task(table: Callable[[dict[str, Any]], Table], task: str) -> Callable[[], Table]:
+    return lambda: table(read(f"tasks/{task}.json"))
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "benchmark": benchmark_table,
     "shares": shares_table,
@@ -111,6 +117,17 @@ TABLES: dict[str, Callable[[], Table]] = {
     "fastest": of_report(token_table, "fastest"),
     "rules": of_report(rules_table, by_source=True),
     "depth": of_report(depth_table, by_source=True),
+    "chains_fixed": of_task(depth_tasks.fixed_table, "chains"),
+    "chains_rules": of_task(depth_tasks.rules_table, "chains"),
+    "chains_reach": of_task(depth_tasks.reach_table, "chains"),
+    "chains_frozen": of_task(depth_tasks.frozen_table, "chains"),
+    "chains_ideal": of_task(depth_tasks.ideal_table, "chains"),
+    "chains_deeper": of_task(depth_tasks.deeper_table, "chains"),
+    "programs_fixed": of_task(depth_tasks.fixed_table, "programs"),
+    "programs_rules": of_task(depth_tasks.rules_table, "programs"),
+    "programs_reach": of_task(depth_tasks.reach_table, "programs"),
+    "programs_ideal": of_task(depth_tasks.ideal_table, "programs"),
+    "programs_deeper": of_task(depth_tasks.deeper_table, "programs"),
 }
 
 
