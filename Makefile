@@ -13,10 +13,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 MINI := checkpoints/recurrent-gpt2-mini
+PROGRAMS := checkpoints/recurrent-gpt2-programs
 
-# Shows what exit policies do to the checkpoint that comes with the project, and writes its report.
+# Shows what exit policies do to the checkpoints that come with the project, and writes a report.
 demo: $(INSTALLED)
-	$(BIN)/python -m evaluation.demo $(MINI)
+	$(BIN)/python -m evaluation.demo $(MINI) --programs $(PROGRAMS)
 
 # The whole study. Texts of your own: make reproduce SOURCES="a.parquet b.jsonl python-docs"
 SOURCES ?= python-docs

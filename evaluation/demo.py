@@ -1,7 +1,8 @@
 """What a looped model does, in a few minutes: `python -m evaluation.demo checkpoints/recurrent-gpt2-mini`.
 
-Continues a prompt under each exit policy with every token coloured by the loops that it took, sets the policies beside
-each other in a table, and writes the report of the checkpoint to a page for the browser.
+With `--programs CHECKPOINT`, first a program: what the model says of every line, the loops that this needs and those
+that it took. Then it continues a prompt under each exit policy with every token coloured by the loops that it took,
+sets the policies beside each other in a table, and writes the report of the checkpoint to a page for the browser.
 """
 
 import argparse
@@ -17,8 +18,10 @@ from rich.text import Text
 from tqdm.auto import tqdm
 
 from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, StepNormExit
+from training.tasks import ids_of_tokens
 
 from .common import describe_loops, load_checkpoint, loops_of_generate, mean_depth
+from .depth import task_of
 from .exit_tradeoff import PAPER_THRESHOLDS, score_loops
 from .figures import PAPER_RULES
 from .report import Settings, blocks_by_seed, make_report
@@ -26,6 +29,22 @@ from .report import Settings, blocks_by_seed, make_report
 # From few loops to many; the mean of all looped layers.
 COLORS = ("grey50", "cyan", "green", "yellow", "orange1", "red")
 POLICIES = (FixedLoops(), StepNormExit(normalize="state"), AccelerationExit(normalize="state"), KLExit())
+
+PROGRAM = """
+x0 = 3
+x1 = 5
+x2 = 4
+x3 = x0 + x1
+x4 = x3 - x2
+x5 = x2 + x2
+x6 = x4 + x3
+x7 = x6 - x5
+x8 = x1 + x0
+x9 = x7 + x6
+x10 = x9 - x8
+x11 = x10 + x9
+? x11 x5
+"""
 
 
 def color_of(loops: float, most: int) -> str:
@@ -50,6 +69,32 @@ def continue_text(
     for token, taken in zip(output.sequences[0, ids.shape[1] :], loops, strict=True):
         text.append(tokenizer.decode(token), style=color_of(taken.item(), max(num_loops)))
     return text, loops.mean().item(), 1000 * elapsed / len(loops)
+
+
+@torch.no_grad()
+def show_program(console: Console, checkpoint: str, text: str = PROGRAM) -> None:
+    """A program part by part, up to each place where the task has an answer: what the model says there, the loops that
+    this needs, and the loops that it took."""
+    model, tokenizer = load_checkpoint(checkpoint, optimize=True)
+    task, loops = task_of(model), loops_of_generate(model)
+    batch = task.parse(text)
+    ids = torch.from_numpy(ids_of_tokens(tokenizer, task)[batch.ids])
+    output = model(ids, **loops)  # one pass, which is what decoding gives
+    said = [tokenizer.decode(token).strip() for token in output.logits[0].argmax(-1)]
+    taken = mean_depth(output.loop_steps[0], model.config)
+    asked = batch.asked[0].nonzero()[0].tolist()
+    most = int(taken[asked].max())
+    table = Table("", "the model says", "right", "loops needed", "loops taken", title=f"{task.name}, {checkpoint}")
+    start = 0
+    for place in asked:
+        part, start = task.text(batch.ids[0, start : place + 1]).strip(), place + 1
+        answer, needs = task.tokens[batch.answers[0, place]].strip(), int(batch.depths[0, place])
+        bar = Text(
+            f"{taken[place]:>4.0f} " + "█" * round(taken[place].item()), style=color_of(taken[place].item(), most)
+        )
+        table.add_row(part, said[place], "yes" if said[place] == answer else f"no, {answer}", str(needs), bar)
+    console.print(table)
+    console.print(f"{describe_loops(**loops)}: {taken.mean():.2f} loops in the mean over all {len(taken)} tokens\n")
 
 
 def policies_of(own: Any) -> dict[str, Any]:
@@ -77,14 +122,17 @@ def name_of(policy: Any) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="folder of a trained model, or name on the Hub")
+    parser.add_argument("--programs", help="a model of a depth task, to show a program with")
     parser.add_argument("--prompt", default="Return the number of")
     parser.add_argument("--new_tokens", type=int, default=40)
     parser.add_argument("--source", default="python-docs", help="held-out text: a file, or python-docs")
     parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
     parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
-    model, tokenizer = load_checkpoint(options.checkpoint, optimize=True)
     console = Console(highlight=False)
+    model, tokenizer = load_checkpoint(options.checkpoint, optimize=True)
+    if options.programs is not None:
+        show_program(console, options.programs)
     default = loops_of_generate(model)
     num_loops = default["num_loops"]
     most = max(num_loops)
