@@ -79,6 +79,24 @@ def _beside(study: dict[str, Any], rule: str, found: list[dict[str, Any] | None]
     return [ahead, _each(chosen, "null_accuracy", ".3f"), _each(chosen, "rank_correlation", ".2f")]
 
 
+def exits_table(studies: dict[str, dict[str, Any]], rules: tuple[str, ...]) -> Table:
+    """What a rule takes to do the work of full depth, and what fixed loops make of as many: means over seeds."""
+    rows = []
+    for task, study in studies.items():
+        seeds = study["seeds"]
+        depth = seeds[0]["no_loss"]["num_loops"][0]
+        full = np.mean([r["accuracy"] for seed in seeds for r in seed["fixed"] if r["num_loops"][0] == depth])
+        rows.append([task, f"{depth} fixed loops", f"{depth}", f"{full:.4f}", ""])
+        for rule in rules:
+            found = [seed["no_loss"].get(rule) for seed in seeds]
+            at = [r for seed, one in zip(seeds, found, strict=True) if one
+                  for r in seed["rules"][rule] if r["threshold"] == one["threshold"]]  # fmt: skip
+            if len(at) == len(seeds):
+                means = [np.mean([r[name] for r in at]) for name in ("mean_steps", "accuracy", "fixed_accuracy")]
+                rows.append(["", rule, f"{means[0]:.2f}", f"{means[1]:.4f}", f"{means[2]:.3f}"])
+    return Table("", ["task", "loops", "mean loops", "right", "fixed loops, as many in the mean"], rows)
+
+
 def reach_table(study: dict[str, Any]) -> Table:
     """Mean steps to reach an accuracy, thresholds chosen on the tuning set; means over the seeds that reached it."""
     rules = ["fixed", *study["seeds"][0]["rules"]]

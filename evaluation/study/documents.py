@@ -103,6 +103,11 @@ def of_task(table: Callable[[dict[str, Any]], Table], task: str) -> Callable[[],
     return lambda: table(read(f"tasks/{task}.json"))
 
 
+def exits_table() -> Table:
+    studies = {task: read(f"tasks/{task}.json") for task in ("chains", "programs")}
+    return depth_tasks.exits_table(studies, ("acceleration/state", "step_norm/state", "kl"))
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "benchmark": benchmark_table,
     "shares": shares_table,
@@ -117,6 +122,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "fastest": of_report(token_table, "fastest"),
     "rules": of_report(rules_table, by_source=True),
     "depth": of_report(depth_table, by_source=True),
+    "exits": exits_table,
     "chains_fixed": of_task(depth_tasks.fixed_table, "chains"),
     "chains_rules": of_task(depth_tasks.rules_table, "chains"),
     "chains_reach": of_task(depth_tasks.reach_table, "chains"),
