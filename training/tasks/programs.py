@@ -22,7 +22,6 @@ import numpy as np
 from .task import NO_ANSWER, Task, TaskBatch, register_task
 
 TOKENS_PER_LINE = 3
-LITERAL_LINES = 3  # at the top
 
 
 @register_task("programs")
@@ -37,14 +36,14 @@ class Programs(Task):
         shortest: Half of the programs are shorter than `lines`, but no shorter than this, so that a question may stand
             anywhere; line ends fill what is left.
         queries: Names that are asked for behind the program, in random order.
-        literals: Probability that a line holds a digit.
+        literals: Probability that a line holds a digit; the first does, and the next ones do more often than this.
         recent: How much more likely late lines are to be the first operand: it makes programs deep.
     """
 
     depth: int = 8
     lines: int = 16
     modulus: int = 7
-    shortest: int = 4
+    shortest: int = 1
     queries: int = 3
     literals: float = 0.15
     recent: float = 0.6
@@ -53,17 +52,15 @@ class Programs(Task):
         super().__post_init__()
         if not 2 <= self.modulus <= 10:
             raise ValueError(f"`modulus` of task programs is {self.modulus}, but must be from 2 to 10: a digit each.")
-        if not LITERAL_LINES < self.shortest <= self.lines:
+        for name in ("shortest", "queries"):
+            if getattr(self, name) > self.lines:
+                raise ValueError(
+                    f"`{name}` of task programs is {getattr(self, name)}, more than `lines`, {self.lines}."
+                )
+        if self.depth >= self.lines:
             raise ValueError(
-                f"`shortest` of task programs is {self.shortest}, but must be from {LITERAL_LINES + 1} to `lines`, "
-                f"which is {self.lines}."
-            )
-        if self.queries > LITERAL_LINES:  # so many lines can be asked for at any depth
-            raise ValueError(f"`queries` of task programs is {self.queries}, but must be at most {LITERAL_LINES}.")
-        if self.depth > self.lines - LITERAL_LINES:
-            raise ValueError(
-                f"`depth` of task programs is {self.depth}, but {self.lines} lines, the first {LITERAL_LINES} of which "
-                f"are digits, hold at most {self.lines - LITERAL_LINES}: lower it, or raise `lines`."
+                f"`depth` of task programs is {self.depth}, but {self.lines} lines, the first a digit, hold at most "
+                f"{self.lines - 1}: lower it, or raise `lines`."
             )
         for name in ("literals", "recent"):
             if not 0 <= getattr(self, name) < (1 if name == "literals" else np.inf):
@@ -89,23 +86,24 @@ class Programs(Task):
     def sample(self, n: int, depth: int, rng: np.random.Generator) -> TaskBatch:
         shape = (n, self.lines)
         digits, minus = rng.integers(self.modulus, size=shape), rng.integers(2, size=shape)
-        is_digit = rng.random(shape) < self.literals
-        is_digit[:, :LITERAL_LINES] = True
+        is_digit = rng.random(shape) < np.maximum(self.literals, 1 / (1 + np.arange(self.lines)))
         likings = rng.random((2, n, self.lines, self.lines))
         operands = np.zeros((2, n, self.lines), dtype=np.int64)
         rows, heights = np.arange(n), np.zeros(shape, dtype=np.int64)
-        for line in range(LITERAL_LINES, self.lines):
+        for line in range(1, self.lines):
             too_deep = 10.0 * (heights[:, :line] >= depth)
             recent = self.recent * np.arange(line) / line
             operands[0, :, line] = (likings[0, :, line, :line] + recent - too_deep).argmax(1)
-            likings[1, rows, line, operands[0, :, line]] -= 1.0  # twice the same would make differences that are 0
+            # A name minus itself is 0 without looking: seldom, where there is a choice.
+            likings[1, rows, line, operands[0, :, line]] -= 0.7 * minus[:, line]
             operands[1, :, line] = (likings[1, :, line, :line] - too_deep).argmax(1)
             height = 1 + np.maximum(*(heights[rows, which] for which in operands[:, :, line]))
             heights[:, line] = np.where(is_digit[:, line], 0, height)
         lengths = np.where(rng.random(n) < 0.5, self.lines, rng.integers(self.shortest, self.lines + 1, size=n))
         places = rng.random(shape)
-        places[(heights >= depth) | (np.arange(self.lines) >= lengths[:, None])] = 2.0  # behind all others
-        asked = places.argsort(1)[:, : self.queries]
+        left_out = (heights >= depth) | (np.arange(self.lines) >= lengths[:, None])
+        asked = np.where(left_out, 2.0, places).argsort(1)[:, : self.queries]
+        asked = np.where(np.take_along_axis(left_out, asked, 1), asked[:, :1], asked)  # again, where there are too few
         return self._cut(self._solved(np.where(is_digit, digits, -1), minus, *operands, asked), lengths)
 
     def _cut(self, batch: TaskBatch, lengths: np.ndarray) -> TaskBatch:

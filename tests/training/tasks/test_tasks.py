@@ -96,9 +96,9 @@ def test_chains_have_no_shortcut():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.integers(2, 10), st.integers(4, 12))
+@given(st.integers(0, 2**31), st.integers(2, 10), st.integers(3, 12))
 def test_values_of_programs_are_what_python_computes(seed, modulus, lines):
-    task = Programs(lines=lines, modulus=modulus, depth=min(3, lines - 3), queries=3)
+    task = Programs(lines=lines, modulus=modulus, depth=min(3, lines - 1), queries=3)
     batch = task.sample(4, task.depth, np.random.default_rng(seed))
     for ids, answers in zip(batch.ids, batch.answers, strict=True):
         program, _, questions = task.text(ids).partition("?")
@@ -108,6 +108,16 @@ def test_values_of_programs_are_what_python_computes(seed, modulus, lines):
         asked = [names[name] % modulus for name in questions.split()[::2]]
         assert answers[answers != NO_ANSWER].tolist() == at_lines + asked
         assert [int(value) for value in questions.split()[1::2]] == asked
+
+
+def test_programs_are_of_all_kinds_that_somebody_may_type():
+    task = Programs()
+    batch = sampled(task, 3000)
+    texts = {line for ids in batch.ids for line in task.text(ids).splitlines()}
+    assert {"x0 = 3", "x1 = x0 + x0", "x2 = x1 + x0", "x2 = 5", "x5 = x4 + x4", "x3 = x2 - x2"} <= texts
+    lines = [task.text(ids).partition("?")[0].count("\n") for ids in batch.ids]
+    assert set(lines) == set(range(1, 17))
+    assert 0.4 < np.mean(np.array(lines) == 16) < 0.6
 
 
 @pytest.mark.parametrize(
@@ -157,10 +167,10 @@ def test_a_bad_chain_is_named_in_a_sentence(text, message):
         ({"task": "chains", "values": 99}, "`values` of task chains is 99"),
         ({"task": "chains", "fresh": 1.5}, "`fresh` of task chains is 1.5"),
         ({"task": "chains", "weight": 0}, "`weight` of task chains is 0"),
-        ({"task": "programs", "depth": 14}, "`depth` of task programs is 14, but 16 lines"),
+        ({"task": "programs", "depth": 16}, "`depth` of task programs is 16, but 16 lines"),
         ({"task": "programs", "modulus": 11}, "`modulus` of task programs is 11"),
-        ({"task": "programs", "queries": 9}, "`queries` of task programs is 9, but must be at most 3"),
-        ({"task": "programs", "shortest": 3}, "`shortest` of task programs is 3, but must be from 4 to `lines`"),
+        ({"task": "programs", "queries": 0}, "`queries` of task programs is 0, but must be an int of at least 1"),
+        ({"task": "programs", "shortest": 17}, "`shortest` of task programs is 17, more than `lines`, 16"),
     ],
 )
 def test_bad_settings_are_named_in_a_sentence(given, message):
