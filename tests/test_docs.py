@@ -44,8 +44,10 @@ def test_the_examples_of_exit_policies_run():
     model, ids = tiny_model(num_loops=6, max_position_embeddings=128), random_ids(1, 5)
     names = {"model": model, "ids": ids, **vars(recurrent_gpt2)}
     blocks = code_blocks(ROOT / "docs/exit_policies.md", "python")
-    run_and_read(blocks[0], **names)
-    run_and_read(blocks[2], **names)
+    assert len(blocks) == 4
+    for block in blocks:
+        if "save_pretrained" not in block:
+            run_and_read(block, **names)
 
 
 def test_the_example_of_evaluate_runs(monkeypatch):
