@@ -66,10 +66,14 @@ class Setting:
 
     rule: str
     policy: str | None  # JSON, so that settings can be compared and saved
-    num_loops: int | list[int]  # the cap, or the fixed depth; of a sweep, one for all groups
+    num_loops: int | tuple[int, ...]  # the cap, or the fixed depth; for all groups or one per group
+
+    def __post_init__(self):
+        if isinstance(self.num_loops, list):  # as JSON has it
+            object.__setattr__(self, "num_loops", tuple(self.num_loops))
 
     @property
-    def exit_policy(self) -> dict[str, Any] | None:
+    def exit_policy(self) -> Any:
         return None if self.policy is None else json.loads(self.policy)
 
 
