@@ -304,7 +304,8 @@ def processes() -> PartialState:
 
 def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, file: Path) -> None:
     """Writes down which model and text a folder's results are of, or fails where they are of others."""
-    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    elsewhere = ("_name_or_path", "num_loops")  # a setting says its own loops
+    config = {name: value for name, value in model.config.to_dict().items() if name not in elsewhere}
     digest = hashlib.blake2b(str(config).encode() + blocks.numpy().tobytes())
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())

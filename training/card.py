@@ -2,6 +2,7 @@
 
 - `trainer_state.json`: what was trained, and the validation loss.
 - `depth.json`, if it is there: what `evaluation.depth` measured of a model of a depth task; see `tasks/card.py`.
+- `calibration.json`, if it is there: the promise that `evaluation.calibrate` made.
 - `results.json`, if it is there: a list of measurements, each with `dataset`, `policy` (a dict; null: fixed loops),
   `num_loops`, `mean_steps`, `perplexity`, and perhaps `ms_per_token`.
 """
@@ -41,6 +42,7 @@ def render_card(
         eval_results=results or None,
     )
     policy = (_read(checkpoint / "generation_config.json") or {}).get("exit_policy")
+    promised = _read(checkpoint / "calibration.json")
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -57,11 +59,24 @@ def render_card(
         draws_loops=config["loop_sigma"] is not None,
         backprop_loops=config["backprop_loops"] or "all",
         default_policy=json.dumps(policy) if policy else None,
+        guarantee=describe_guarantee(promised) if promised and promised["p_value"] is not None else None,
         tradeoff=[tradeoff_row(row) for row in measurements],
         figure=FIGURE if (checkpoint / FIGURE).exists() else None,
         training=training_lines(state),
         tokens=f"{tokens_seen(state):,}" if tokens_seen(state) else None,
     )  # fmt: skip
+
+
+def describe_guarantee(promised: dict[str, Any]) -> str:
+    """What `calibration.json` promises, and what not, in words."""
+    unit, loss = ("", "loss of accuracy") if promised["measure"] == "accuracy" else (" nats", "excess loss")
+    full = promised["full_loops"]
+    return (
+        f"With probability {promised['confidence']:g} over the calibration text ({promised['calibration_sequences']:,} "
+        f"sequences of {promised['sequence_length']} tokens of {promised['source']}), the mean {loss} of a sequence "
+        f"against {full[0] if len(set(full)) == 1 else full} loops, clipped to [0, {promised['clip']:g}]{unit}, is at "
+        f"most {promised['budget']:g}{unit} on text like this. Nothing is promised for text of another kind."
+    )
 
 
 def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]) -> list[EvalResult]:
@@ -141,6 +156,7 @@ def check_card(checkpoint: Path, repo: str | None = None) -> None:
         ("model-index", numbers(written), numbers(rendered)),
         ("table", rows(written), rows(rendered)),
         ("training facts", _facts(written), _facts(rendered)),
+        ("promise", _promise(written), _promise(rendered)),
     ):
         if found != expected:
             stale = [entry for entry in found if entry not in expected] or ["nothing"]
@@ -153,6 +169,10 @@ def check_card(checkpoint: Path, repo: str | None = None) -> None:
 
 def _facts(card: ModelCard) -> list[str]:
     return [line for line in card.text.splitlines() if line.startswith(("- validation loss", "- ")) and "loss" in line]
+
+
+def _promise(card: ModelCard) -> list[str]:
+    return [line for line in card.text.splitlines() if line.startswith("With probability ")]
 
 
 def count_parameters(checkpoint: Path) -> int:
