@@ -26,6 +26,7 @@ import torch
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.card import describe_guarantee, render_card
 from training.data import Source
+from training.tasks import Task, TaskSource, available_tasks
 
 from .common import blocks_of, held_out_documents, load_checkpoint
 from .exit_search import (
@@ -44,6 +45,7 @@ from .report import Table, name_of_source
 from .risk_control import fixed_sequence, frontier, hoeffding_bentkus, largest_risk, lower_hull, sequences_needed
 
 MEASURED_SEQUENCES = 16  # of the tuning part, on which a rule is measured to choose its thresholds
+TASK_SEED = 74  # of new sequences of a task
 TESTED = 12  # settings in the sequence of tests, at most
 EASY = 0.5  # the sequence begins with the riskiest setting that takes at most this share of what can be certified
 REFINED = 1.1  # a rule is refined group by group where it costs at most this much more than the cheapest so far
@@ -355,11 +357,27 @@ def explain(result: Calibration, calibration: Workload) -> str:
 
 
 def load_workload(
-    source: str, tokenizer, block_size: int, limit: int, by_accuracy: bool, validation_fraction: float
+    source: str, model: RecurrentGPT2ForCausalLM, tokenizer, options: argparse.Namespace, budget: Budget
 ) -> Workload:
-    """Of a file, all is taken to be held out; Python's documentation is split as it was for training."""
-    documents = held_out_documents(Source(source), validation_fraction if source == "python-docs" else None)
-    return Workload.of_text(blocks_of(documents, tokenizer, block_size, limit), by_accuracy)
+    """The text of a file, all of it taken to be held out, or of python-docs what was held out in training; of a task,
+    new sequences."""
+    if source in available_tasks():
+        if not budget.is_accuracy:
+            raise ValueError(f"`--source` is the task {source}: give its budget as `--budget-accuracy`, such as 0.001.")
+        return Workload.of_task(_task_of(model, source), tokenizer, options.tuning + options.calibration, TASK_SEED)
+    block_size = options.block_size or model.config.max_position_embeddings
+    documents = held_out_documents(Source(source), options.validation_fraction if source == "python-docs" else None)
+    blocks = blocks_of(documents, tokenizer, block_size, limit=64 * (options.tuning + options.calibration))
+    return Workload.of_text(blocks, budget.is_accuracy)
+
+
+def _task_of(model: RecurrentGPT2ForCausalLM, name: str) -> Task:
+    tasks = [TaskSource.parse(settings).task for settings in getattr(model.config, "tasks", None) or []]
+    for task in tasks:
+        if task.name == name:
+            return task
+    trained = ", ".join(task.name for task in tasks) or "no task"
+    raise ValueError(f"`--source` is the task {name}, but the checkpoint was trained on {trained}.")
 
 
 def full_loops(checkpoint: str, model: RecurrentGPT2ForCausalLM) -> list[int]:
@@ -373,7 +391,7 @@ def full_loops(checkpoint: str, model: RecurrentGPT2ForCausalLM) -> list[int]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="folder or name on the Hub")
-    parser.add_argument("--source", required=True, help="text: a file, or python-docs")
+    parser.add_argument("--source", required=True, help="text: a file, or python-docs; or a task of the checkpoint's")
     budgets = parser.add_mutually_exclusive_group()
     budgets.add_argument("--budget", type=float, default=0.01, help="mean excess loss over full depth, in nats")
     budgets.add_argument(
@@ -389,8 +407,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--cost", choices=("flops", "ms"), default="flops", help="of the model, or measured ms/token")
     parser.add_argument("--num_loops", type=int, help="full depth; the checkpoint's when left out")
-    parser.add_argument("--tuning", type=int, default=64, help="sequences to tune on, at most a quarter of all")
-    parser.add_argument("--calibration", type=int, default=512, help="sequences to test on, at most")
+    parser.add_argument("--tuning", type=int, help="sequences to tune on, at most a quarter of all; 64, of tasks 1024")
+    parser.add_argument("--calibration", type=int, help="sequences to test on, at most; 512, of tasks 8192")
     parser.add_argument("--block_size", type=int, help="tokens of a sequence; the model's positions when left out")
     parser.add_argument("--validation_fraction", type=float, default=0.01, help="of python-docs, held out in training")
     parser.add_argument("--seed", type=int, default=0, help="of the split")
@@ -405,9 +423,9 @@ def main(arguments: list[str] | None = None) -> None:
     own = find_rules(options.policy)
     rules = [*find_rules(options.rules), *own]
     model, tokenizer = load_checkpoint(options.checkpoint)
-    block_size = options.block_size or model.config.max_position_embeddings
-    limit = 64 * (options.tuning + options.calibration)
-    workload = load_workload(options.source, tokenizer, block_size, limit, by_accuracy, options.validation_fraction)
+    sizes = (1024, 8192) if options.source in available_tasks() else (64, 512)
+    options.tuning, options.calibration = options.tuning or sizes[0], options.calibration or sizes[1]
+    workload = load_workload(options.source, model, tokenizer, options, budget)
     tuning, calibration = split(workload, options.tuning, options.calibration, options.seed)
     check_amount(budget, len(tuning), len(calibration))
     names = Path(options.checkpoint).resolve().name, name_of_source(options.source)

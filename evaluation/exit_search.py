@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM, available_exit_policies, register_exit_policy
 from recurrent_gpt2.exit_policies import LoopView, resolve_exit_policy
 from training.estimate import forward_flops
+from training.tasks import Task, ids_of_tokens
 
 from .common import appended, read_lines
 from .exit_tradeoff import Setting
@@ -65,6 +67,15 @@ class Workload:
     def of_text(cls, blocks: torch.Tensor, by_accuracy: bool = False) -> "Workload":
         end = torch.full_like(blocks[:, :1], NO_LABEL)
         return cls(blocks, torch.cat([blocks[:, 1:], end], dim=1), by_accuracy)
+
+    @classmethod
+    def of_task(cls, task: Task, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> "Workload":
+        """Sequences as deep as those of training, judged by the share of right answers."""
+        task = task.full()
+        batch = task.sample(count, task.depth, np.random.default_rng([seed]))
+        entries = ids_of_tokens(tokenizer, task)
+        labels = np.where(batch.asked, entries[batch.answers.clip(0)], NO_LABEL)
+        return cls(torch.from_numpy(entries[batch.ids]), torch.from_numpy(labels), by_accuracy=True)
 
     def __len__(self) -> int:
         return len(self.ids)

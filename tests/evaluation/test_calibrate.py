@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation import calibrate, exit_search
 from evaluation.calibrate import Budget, Calibration, Outcome, sequence_of, split
+from evaluation.common import blocks_of, held_out_documents, load_checkpoint
 from evaluation.exit_search import Score, Workload, find_rules, score
 from evaluation.exit_tradeoff import Setting
 from evaluation.risk_control import fixed_sequence, hoeffding_bentkus
@@ -16,6 +17,7 @@ from recurrent_gpt2 import ExitPolicy
 from tests.evaluation.test_exit_search import write_policy
 from tests.helpers import random_ids
 from training.card import check_card, render_card
+from training.data import Source
 
 FEW = ["--tuning", "24", "--calibration", "120", "--block_size", "16", "--num_loops", "5"]
 
@@ -220,8 +222,9 @@ def test_over_many_draws_of_a_known_problem_the_promise_is_kept_as_often_as_it_s
 @pytest.mark.slow
 def test_on_fresh_text_of_the_same_kind_the_promise_holds_as_often_as_it_says(trained):
     """Many random splits of the same blocks into tuning, calibration and fresh text, each setting scored once."""
-    model, tokenizer = calibrate.load_checkpoint(trained / "run")
-    blocks = calibrate.load_workload(str(trained / "texts.jsonl"), tokenizer, 16, 1400, False, 0.01)
+    model, tokenizer = load_checkpoint(trained / "run")
+    documents = held_out_documents(Source(str(trained / "texts.jsonl")), None)
+    blocks = Workload.of_text(blocks_of(documents, tokenizer, 16, 1400))
     cap, budget = (5, 5), Budget(0.02, 0.2, 0.9)
     settings = exit_search.fixed_ladder(cap).uniform()
     for rule in find_rules(["step_norm", "kl", "acceleration"]):
