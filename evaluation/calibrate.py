@@ -44,7 +44,6 @@ from .exit_tradeoff import Setting, check_fingerprint, measure_times
 from .report import Table, name_of_source
 from .risk_control import fixed_sequence, frontier, hoeffding_bentkus, largest_risk, lower_hull, sequences_needed
 
-MEASURED_SEQUENCES = 16  # of the tuning part, on which a rule is measured to choose its thresholds
 TASK_SEED = 74  # of new sequences of a task
 TESTED = 12  # settings in the sequence of tests, at most
 EASY = 0.5  # the sequence begins with the riskiest setting that takes at most this share of what can be certified
@@ -167,7 +166,7 @@ def calibrate(
     """Tunes on one part, tests on the other. Scores are kept in `output`, and taken from there."""
     check_amount(budget, len(tuning), len(calibration))
     cap = tuple(model.config.loops_per_group(cap))
-    rules = find_rules() if rules is None else rules
+    rules = find_rules(and_registered=True) if rules is None else rules
     scores = Scores(model, tuning, output / f"tuning-{budget.measure}.jsonl", "tuning")
     full_on_tuning = scores[Setting("fixed", None, cap)]
     target = largest_risk(len(calibration), budget.alpha, budget.delta)
@@ -179,7 +178,7 @@ def calibrate(
     search([fixed_ladder(cap)], evaluate, target, within=math.inf)
     for rule in rules:
         safe = [s.flops for s in scores.known.values() if budget.risk(s, full_on_tuning) <= target]
-        ladders = rule_ladders(model, tuning[:MEASURED_SEQUENCES], rule, cap)
+        ladders = rule_ladders(model, tuning, rule, cap)
         search(ladders, evaluate, target, within=REFINED * min(safe))
     scores.close()
     labels = {"fixed", *(rule.label for rule in rules)}
@@ -420,8 +419,7 @@ def main(arguments: list[str] | None = None) -> None:
     budget = Budget(amount, options.clip or (1.0 if by_accuracy else 10 * amount), options.confidence, by_accuracy)
     if options.write and not Path(options.checkpoint).is_dir():
         raise ValueError(f"`--write` needs a checkpoint in a folder, but {options.checkpoint} is none.")
-    own = find_rules(options.policy)
-    rules = [*find_rules(options.rules), *own]
+    rules = find_rules([*(options.rules or []), *options.policy], and_registered=options.rules is None)
     model, tokenizer = load_checkpoint(options.checkpoint)
     sizes = (1024, 8192) if options.source in available_tasks() else (64, 512)
     options.tuning, options.calibration = options.tuning or sizes[0], options.calibration or sizes[1]

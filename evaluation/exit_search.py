@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {},  # no rule: its counts are searched anyway
 }
 PATIENCES = (12, 8, 6, 5, 4, 3, 2, 1)  # tried where there is no threshold to choose
-LEVELS = 16  # thresholds of a rule
+LEVELS = 48  # thresholds of a rule; they are halved, so that many cost little
 
 
 @dataclass
@@ -119,24 +119,32 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: RecurrentGPT2ForCausalLM, workload: Workload, setting: Setting) -> Score:
-    """One adaptive pass over every sequence, which is what decoding token by token gives."""
-    config, decoded = model.config, [0]
-    policies = [
-        _counting(policy, decoded) for policy in resolve_exit_policy(setting.exit_policy, len(config.loop_groups))
-    ]
-    losses, steps = [], []
+def run(
+    model: RecurrentGPT2ForCausalLM, workload: Workload, num_loops: Any, policy_of: Callable[[slice], Any], rule: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One adaptive pass over every sequence, which is what decoding token by token gives: losses [n] and steps [n,
+    length, groups]. `policy_of` gives the exit policy of the rows of a batch."""
+    losses, steps, first = [], [], 0
     for batch in workload.batches():
-        output = _named_errors(setting.rule, lambda batch=batch: model(
-            batch.ids, exit_policy=policies, num_loops=setting.num_loops, use_cache=False
-        ))  # fmt: skip
+        policy = policy_of(slice(first, first + len(batch)))
+        with _named_errors(rule):
+            output = model(batch.ids, exit_policy=policy, num_loops=num_loops, use_cache=False)
         losses.append(batch.losses(output.logits))
-        steps.append(output.loop_steps.flatten(0, 1).double())
-    mean_steps = torch.cat(steps).mean(0).tolist()
+        steps.append(output.loop_steps)
+        first += len(batch)
+    return torch.cat(losses), torch.cat(steps)
+
+
+def score(model: RecurrentGPT2ForCausalLM, workload: Workload, setting: Setting) -> Score:
+    config, decoded = model.config, [0]
+    policies = resolve_exit_policy(setting.exit_policy, len(config.loop_groups))
+    counted = [_counting(policy, decoded) for policy in policies]
+    losses, steps = run(model, workload, setting.num_loops, lambda rows: counted, setting.rule)
+    mean_steps = steps.double().mean((0, 1)).tolist()
     decodes = decoded[0] / workload.ids.numel()
     flops = forward_flops(config, mean_steps, workload.ids.shape[1] // 2)
     flops += decodes * 2 * config.hidden_size * config.vocab_size
-    return Score(setting, torch.cat(losses).tolist(), mean_steps, decodes, flops, code_of(setting))
+    return Score(setting, losses.tolist(), mean_steps, decodes, flops, code_of(setting))
 
 
 def code_of(setting: Setting) -> str:
@@ -172,10 +180,11 @@ def _counting(policy: Callable | None, decoded: list[int]) -> Callable | None:
     return counted
 
 
-def _named_errors(rule: str, run: Callable[[], Any]) -> Any:
-    """What `run` returns; an error in it, as a user's policy may raise, is a sentence with the rule's name."""
+@contextmanager
+def _named_errors(rule: str) -> Iterator[None]:
+    """An error, as a user's policy may raise, becomes a sentence with the rule's name."""
     try:
-        return run()
+        yield
     except Exception as error:
         raise ValueError(f"the rule {rule} failed: {type(error).__name__}: {error}") from error
 
@@ -210,13 +219,13 @@ class Rule:
     policy: dict[str, Any]
 
 
-def find_rules(names: Sequence[str] | None = None) -> list[Rule]:
-    """Rules by name, `module:Class`, `file.py` (all that it registers), `file.py:Class`, or JSON. None: all registered.
+def find_rules(names: Sequence[str] = (), and_registered: bool = False) -> list[Rule]:
+    """Rules by name, `module:Class`, `file.py` (all that it registers), `file.py:Class`, or JSON.
 
-    A class that is not registered yet is, under its own name.
+    A class that is not registered yet is, under its own name. `and_registered` puts all others before them.
     """
     rules: list[Rule] = []
-    for name in available_exit_policies() if names is None else names:
+    for name in [*(available_exit_policies() if and_registered else []), *names]:
         if name.lstrip().startswith("{"):
             rules.append(_rule_of_json(name))
             continue
@@ -307,7 +316,8 @@ def fixed_ladder(cap: tuple[int, ...]) -> Ladder:
 def rule_ladders(model: RecurrentGPT2ForCausalLM, workload: Workload, rule: Rule, cap: tuple[int, ...]) -> list[Ladder]:
     """Levels of a rule: with one threshold for all groups, and with one for each at the same mean steps."""
     conditions = rule.policy.get("of") or [rule.policy]
-    measured = [measures(model, workload, condition, cap, rule.label) for condition in conditions]
+    few = next(workload.batches())
+    measured = [measures(model, few, condition, cap, rule.label) for condition in conditions]
     if any(groups is None for groups in measured):  # it has no threshold to choose
         return [Ladder(rule.label, cap, [[_complete(rule.policy)] * len(cap)])]
     if len(conditions) == 1 and all(set(np.unique(group)) <= {0.0, 1.0, np.inf} for group in measured[0]):
@@ -347,9 +357,8 @@ def measures(
         return torch.zeros(n, dtype=torch.bool, device=device)
 
     for batch in workload.batches():
-        _named_errors(label, lambda batch=batch: model(
-            batch.ids, exit_policy=record, num_loops=list(cap), use_cache=False, logits_to_keep=1
-        ))  # fmt: skip
+        with _named_errors(label):
+            model(batch.ids, exit_policy=record, num_loops=list(cap), use_cache=False, logits_to_keep=1)
     return [
         torch.stack([torch.cat(step) for step in group], 1).cpu().numpy() if group else np.zeros((0, 0))
         for group in seen
@@ -414,11 +423,11 @@ def cheapest_safe_level(ladder: Ladder, evaluate: Evaluate, target: float) -> in
 
 
 def descend(ladder: Ladder, level: int, evaluate: Evaluate, target: float) -> None:
-    """From one safe level for all groups, one group after the other goes down a level, as long as that is safe."""
-    groups = range(len(ladder.cap))
+    """From one safe level for all groups, one group after the other goes down a stride, as long as that is safe."""
+    groups, stride = range(len(ladder.cap)), max(len(ladder.rungs) // 16, 1)
     levels = [level for _ in groups]
     while True:
-        lower = [[at + (group == g) for g, at in enumerate(levels)] for group in groups]
+        lower = [[at + stride * (group == g) for g, at in enumerate(levels)] for group in groups]
         lower = [tried for tried in lower if max(tried) < len(ladder.rungs)]
         tried = [(*evaluate(ladder.setting(down)), down) for down in lower]
         safe = [(cost, down) for risk, cost, down in tried if risk <= target]

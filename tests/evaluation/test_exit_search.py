@@ -96,11 +96,12 @@ def test_what_was_measured_says_when_tokens_would_leave(model, workload, patienc
     assert simulated.tolist() == taken.tolist()
 
 
-@pytest.mark.parametrize("rule", find_rules(), ids=lambda rule: rule.label)
+@pytest.mark.parametrize("rule", find_rules(and_registered=True), ids=lambda rule: rule.label)
 def test_every_rule_has_levels_from_many_steps_to_few(model, workload, rule):
     ladders = rule_ladders(model, workload, rule, (8, 8, 8))
     for ladder in ladders:
-        steps = [np.mean(score(model, workload, setting).steps) for setting in ladder.uniform()]
+        some = ladder.uniform()[:: -max(len(ladder.rungs) // 6, 1)][::-1]
+        steps = [np.mean(score(model, workload, setting).steps) for setting in some]
         assert steps[-1] < 3.5
         assert steps[0] > 5
         assert max(np.diff(steps)) < 0.5  # they fall, but for what exits do to the tokens that are left
