@@ -26,9 +26,11 @@ import torch
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.card import describe_guarantee, render_card
 from training.data import Source
-from training.tasks import Task, TaskSource, available_tasks
+from training.tasks import available_tasks
 
+from .baselines import lower_hull
 from .common import blocks_of, held_out_documents, load_checkpoint
+from .depth import task_of
 from .exit_search import (
     Rule,
     Score,
@@ -42,7 +44,7 @@ from .exit_search import (
 )
 from .exit_tradeoff import Setting, check_fingerprint, measure_times
 from .report import Table, name_of_source
-from .risk_control import fixed_sequence, frontier, hoeffding_bentkus, largest_risk, lower_hull, sequences_needed
+from .risk_control import fixed_sequence, frontier, hoeffding_bentkus, largest_risk, sequences_needed
 
 TASK_SEED = 74  # of new sequences of a task
 TESTED = 12  # settings in the sequence of tests, at most
@@ -285,7 +287,7 @@ def settings_table(result: Calibration) -> Table:
     unit = "ms/token" if result.cost_unit == "ms" else "MFLOP/token"
     tested = {t.score.setting: t for t in result.tested}
     fixed = [score for score in result.tuning if score.setting.rule == "fixed"]
-    hull = lower_hull([result.cost(s) for s in fixed], [result.risk_on_tuning(s) for s in fixed])
+    hull_costs, _ = lower_hull([result.cost(s) for s in fixed], [result.risk_on_tuning(s) for s in fixed])
     rows = []
 
     def add(kind: str, score: Score) -> None:
@@ -303,8 +305,9 @@ def settings_table(result: Calibration) -> Table:
         add("**winner**", by_setting[result.winner.score.setting])
     for score in sorted(result.runners_up, key=result.cost):
         add("best of its rule", score)
-    for place in hull:
-        add("fixed hull", fixed[place])
+    for score in sorted(fixed, key=result.cost):
+        if result.cost(score) in hull_costs:
+            add("fixed hull", score)
     add("full depth", result.full_on_tuning)
     header = ["", "rule", "setting", "mean steps", unit, "excess, tuning", "excess, calibration", "p", "promised"]
     return Table("Settings", header, rows)
@@ -363,20 +366,11 @@ def load_workload(
     if source in available_tasks():
         if not budget.is_accuracy:
             raise ValueError(f"`--source` is the task {source}: give its budget as `--budget-accuracy`, such as 0.001.")
-        return Workload.of_task(_task_of(model, source), tokenizer, options.tuning + options.calibration, TASK_SEED)
+        return Workload.of_task(task_of(model, source), tokenizer, options.tuning + options.calibration, TASK_SEED)
     block_size = options.block_size or model.config.max_position_embeddings
     documents = held_out_documents(Source(source), options.validation_fraction if source == "python-docs" else None)
     blocks = blocks_of(documents, tokenizer, block_size, limit=64 * (options.tuning + options.calibration))
     return Workload.of_text(blocks, budget.is_accuracy)
-
-
-def _task_of(model: RecurrentGPT2ForCausalLM, name: str) -> Task:
-    tasks = [TaskSource.parse(settings).task for settings in getattr(model.config, "tasks", None) or []]
-    for task in tasks:
-        if task.name == name:
-            return task
-    trained = ", ".join(task.name for task in tasks) or "no task"
-    raise ValueError(f"`--source` is the task {name}, but the checkpoint was trained on {trained}.")
 
 
 def full_loops(checkpoint: str, model: RecurrentGPT2ForCausalLM) -> list[int]:

@@ -325,7 +325,7 @@ def rule_ladders(model: RecurrentGPT2ForCausalLM, workload: Workload, rule: Rule
         return [Ladder(rule.label, cap, [[policy] * len(cap) for policy in patient])]
     needed = [[first_below(c, group) for group in groups] for c, groups in zip(conditions, measured, strict=True)]
     shared, own = [], []
-    for share in np.geomspace(1, 1.02 / max(cap), LEVELS + 1)[1:]:
+    for share in np.geomspace(1, 1.02 / max(cap), LEVELS):  # from never to at once
         shared.append([_with_thresholds(rule.policy, [_threshold(groups, share) for groups in needed])] * len(cap))
         own.append([
             _with_thresholds(rule.policy, [_threshold([groups[group]], share) for groups in needed])
@@ -378,8 +378,8 @@ def first_below(policy: Any, measured: np.ndarray) -> np.ndarray:
 def _threshold(needed: list[np.ndarray], share: float) -> float:
     """The threshold at which a share of all steps is taken: mean steps = 1 + sum over steps of P(still in the loop)."""
     values = np.concatenate([group.ravel() for group in needed])
-    if not len(values):
-        return 0.0
+    if not len(values) or share == 1:
+        return 0.0  # at which no rule fires
     steps = needed[0].shape[1] + 1
     stay = np.clip((share * steps - 1) / max(steps - 1, 1), 0, 1)
     value = float(np.quantile(values, 1 - stay, method="lower"))

@@ -56,25 +56,6 @@ def largest_risk(n: int, alpha: float, delta: float) -> float:
     return low
 
 
-def lower_hull(costs: Sequence[float], risks: Sequence[float]) -> list[int]:
-    """Places of the points on the lower convex hull, from the cheapest on, as far as risk falls with cost."""
-    order = sorted(range(len(costs)), key=lambda place: (costs[place], risks[place]))
-    hull: list[int] = []
-    for place in order:
-        if hull and risks[place] >= risks[hull[-1]]:
-            continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], place, costs, risks):
-            hull.pop()
-        hull.append(place)
-    return hull
-
-
-def _is_above(left: int, middle: int, right: int, costs: Sequence[float], risks: Sequence[float]) -> bool:
-    """Whether the middle point is on or above the line through the others."""
-    slope = (risks[right] - risks[left]) / (costs[right] - costs[left])
-    return risks[middle] >= risks[left] + slope * (costs[middle] - costs[left])
-
-
 def frontier(costs: Sequence[float], risks: Sequence[float]) -> list[int]:
     """Places of the points that no other beats in both, from the safest (and dearest) to the cheapest."""
     order = sorted(range(len(costs)), key=lambda place: (costs[place], risks[place]))

@@ -9,7 +9,6 @@ from evaluation.risk_control import (
     frontier,
     hoeffding_bentkus,
     largest_risk,
-    lower_hull,
     sequences_needed,
 )
 
@@ -84,9 +83,6 @@ def test_on_losses_between_0_and_1_the_promise_holds_as_often_as_it_says():
     assert useful > 0.5 * runs  # and it is not kept by choosing nothing
 
 
-def test_hull_and_frontier():
-    costs, risks = [1, 2, 3, 4, 5, 3], [1.0, 0.6, 0.1, 0.3, 0.05, 0.4]
-    assert lower_hull(costs, risks) == [0, 2, 4]
-    assert frontier(costs, risks) == [4, 2, 1, 0]
-    assert lower_hull([1, 2], [0.1, 0.1]) == [0]
-    assert frontier([], []) == lower_hull([], []) == []
+def test_the_frontier_goes_from_the_safest_to_the_cheapest():
+    assert frontier([1, 2, 3, 4, 5, 3], [1.0, 0.6, 0.1, 0.3, 0.05, 0.4]) == [4, 2, 1, 0]
+    assert frontier([], []) == []
