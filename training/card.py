@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
+from .promise import guarantee_of
 from .tasks.card import render_task_card
 
 TEMPLATE = Path(__file__).parents[1] / "model_card.md"
@@ -42,7 +43,6 @@ def render_card(
         eval_results=results or None,
     )
     policy = (_read(checkpoint / "generation_config.json") or {}).get("exit_policy")
-    promised = _read(checkpoint / "calibration.json")
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -59,24 +59,12 @@ def render_card(
         draws_loops=config["loop_sigma"] is not None,
         backprop_loops=config["backprop_loops"] or "all",
         default_policy=json.dumps(policy) if policy else None,
-        guarantee=describe_guarantee(promised) if promised and promised["p_value"] is not None else None,
+        guarantee=guarantee_of(checkpoint),
         tradeoff=[tradeoff_row(row) for row in measurements],
         figure=FIGURE if (checkpoint / FIGURE).exists() else None,
         training=training_lines(state),
         tokens=f"{tokens_seen(state):,}" if tokens_seen(state) else None,
     )  # fmt: skip
-
-
-def describe_guarantee(promised: dict[str, Any]) -> str:
-    """What `calibration.json` promises, and what not, in words."""
-    unit, loss = ("", "loss of accuracy") if promised["measure"] == "accuracy" else (" nats", "excess loss")
-    full = promised["full_loops"]
-    return (
-        f"With probability {promised['confidence']:g} over the calibration text ({promised['calibration_sequences']:,} "
-        f"sequences of {promised['sequence_length']} tokens of {promised['source']}), the mean {loss} of a sequence "
-        f"against {full[0] if len(set(full)) == 1 else full} loops, clipped to [0, {promised['clip']:g}]{unit}, is at "
-        f"most {promised['budget']:g}{unit} on text like this. Nothing is promised for text of another kind."
-    )
 
 
 def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]) -> list[EvalResult]:

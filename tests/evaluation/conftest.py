@@ -17,7 +17,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _registry():
     """Rules that a test registers are gone after it."""
-    before = dict(exit_policies._REGISTRY)
+    before = dict(exit_policies._OF_USERS)
     yield
-    exit_policies._REGISTRY.clear()
-    exit_policies._REGISTRY.update(before)
+    exit_policies._OF_USERS.clear()
+    exit_policies._OF_USERS.update(before)
