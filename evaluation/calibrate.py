@@ -2,7 +2,7 @@
 
     python -m evaluation.calibrate CHECKPOINT --source TEXT --budget 0.01 --confidence 0.95 --write
 
-Fixed loops (one count per group) and every registered rule (your own too: `--policy my_policy.py` or `module:Class`) are
+Fixed loops (one count per group) and every registered rule (your own too: `--policy my_policy.py`, `module:Class`) are
 tried on one part of the text, the tuning part. What is cheapest there at each risk is put in order, from the safest on,
 and tested on the other part, the calibration part, by learn-then-test (see `risk_control.py`): with the stated
 probability over the calibration text, the mean excess loss over full depth is within the budget on text like this.

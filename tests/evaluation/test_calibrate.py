@@ -15,9 +15,10 @@ from evaluation.exit_tradeoff import Setting
 from evaluation.risk_control import fixed_sequence, hoeffding_bentkus
 from recurrent_gpt2 import ExitPolicy
 from tests.evaluation.test_exit_search import write_policy
-from tests.helpers import random_ids
+from tests.helpers import random_ids, tiny_model
 from training.card import check_card, render_card
 from training.data import Source
+from training.tasks import Chains, task_tokenizer
 
 FEW = ["--tuning", "24", "--calibration", "120", "--block_size", "16", "--num_loops", "5"]
 
@@ -124,6 +125,24 @@ def test_accuracy_is_a_budget_too(checkpoint, trained, capsys):
     promised = read(checkpoint / "calibration.json")
     assert promised["measure"] == "accuracy"
     assert promised["mean_clipped_excess"] <= 0.1
+
+
+def test_a_task_has_new_sequences_and_a_budget_of_accuracy(tmp_path, capsys):
+    task = Chains(depth=3, slots=10, values=3, chains=2)
+    tokenizer = task_tokenizer([task])
+    model = tiny_model(0.15, vocab_size=len(tokenizer), loop_groups=[[1, 2]], num_loops=5)
+    model.config.tasks = [task.to_dict()]
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = [str(tmp_path / "model"), "--output", str(tmp_path / "scores"), "--rules", "step_norm"]
+    with pytest.raises(ValueError, match="`--source` is the task chains: give its budget as `--budget-accuracy`"):
+        calibrate.main([*arguments, "--source", "chains"])
+    with pytest.raises(ValueError, match="trained on chains"):
+        calibrate.main([*arguments, "--source", "programs", "--budget-accuracy", "0.1"])
+    few = ["--tuning", "40", "--calibration", "160"]
+    calibrate.main([*arguments, "--source", "chains", "--budget-accuracy", "0.1", *few, "--write"])
+    assert "(160 sequences of 10 tokens of chains)" in capsys.readouterr().out
+    assert read(tmp_path / "model" / "calibration.json")["source"] == "chains"
 
 
 def test_cost_can_be_measured_time(checkpoint, trained, capsys):
