@@ -184,8 +184,7 @@ def calibrate(
         ladders = rule_ladders(model, tuning, rule, cap)
         search(ladders, evaluate, target, within=REFINED * min(safe))
     scores.close()
-    labels = {"fixed", *(rule.label for rule in rules)}
-    tried = [s for s in scores.known.values() if s.setting.rule in labels]
+    tried = [s for s in scores.known.values() if is_candidate(s.setting, rules, cap)]
     result = Calibration(budget, cap, cost, target, tried, full_on_tuning, full_on_tuning, [])
     if cost == "ms":
         # Only what may be chosen is timed.
@@ -194,6 +193,13 @@ def calibrate(
         measure_times(model, prompts, result.tuning, output / "times.jsonl", batch_sizes=(1,))
     walk(model, calibration, output, result)
     return result
+
+
+def is_candidate(setting: Setting, rules: list[Rule], cap: tuple[int, ...]) -> bool:
+    """Whether this run would try it: an earlier one may have left scores of other rules, or of another full depth."""
+    if setting.rule == "fixed":
+        return all(loops <= most for loops, most in zip(setting.num_loops, cap, strict=True))
+    return setting.num_loops == cap and setting.rule in {rule.label for rule in rules}
 
 
 def walk(model: RecurrentGPT2ForCausalLM, calibration: Workload, output: Path, result: Calibration) -> None:
