@@ -54,6 +54,7 @@ class Game:
     test: int
     kept: float | None = None  # of a task: the share of full depth's accuracy
     lost: float | None = None  # of text: nats above full depth
+    source: str = "python-docs"  # of text
 
 
 GAMES = (
@@ -109,7 +110,7 @@ class Player:
 
     def _sequences(self, count: int) -> Workload:
         if self.game.kept is None:
-            texts = held_out_documents(Source("python-docs"), 0.01)
+            texts = held_out_documents(Source(self.game.source), 0.01 if self.game.source == "python-docs" else None)
             length = self.model.config.max_position_embeddings
             blocks = blocks_of(texts, self.tokenizer, length, 10**9)
             order = np.random.default_rng(SEED).permutation(len(blocks))[:count]
