@@ -1,4 +1,6 @@
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from evaluation import leaderboard
 from evaluation.exit_search import Score, find_rules
 from evaluation.exit_tradeoff import Setting
 from evaluation.leaderboard import Game, Player, board, from_hull, from_json, to_json
+from evaluation.study import exit_comparison
 from tests.evaluation.test_exit_search import write_policy
 from tests.helpers import tiny_model
 from training.tasks import Chains, task_tokenizer
@@ -88,6 +91,25 @@ def test_the_board_puts_the_fewest_steps_first(games, tmp_path, checkpoints):
     rows = board([results]).rows
     assert [row[1] for row in rows[:3]] == ["3.00", "4.00", "5.00"]
     assert [row[0] for row in rows[3:]] == ["*ideal*", "*fixed*"]
+
+
+def test_a_comparison_over_runs_has_means_and_ranges(games, checkpoints, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exit_comparison, "GAMES", (GAME,))
+    monkeypatch.setattr(exit_comparison, "find_rules", lambda and_registered: find_rules(["step_norm", "kl"]))
+    shutil.copytree(checkpoints / "tiny-chains", tmp_path / "other")
+    runs = f"chains={checkpoints / 'tiny-chains'},{tmp_path / 'other'}"
+    exit_comparison.main([runs, "--work", str(tmp_path / "work"), "--output", str(tmp_path / "out.json")])
+    printed = capsys.readouterr().out
+    values = json.loads((tmp_path / "out.json").read_text())
+    assert len(values) == 2
+    assert values[0]["entries"] == values[1]["entries"]  # the same model
+    rows = exit_comparison.comparison_table(values, "chains").rows
+    assert {row[0] for row in rows} >= {"step_norm/state", "kl", "*fixed*"}
+    mean, low, high = re.fullmatch(r"(.*) \((.*)-(.*)\)", rows[0][1]).groups()
+    assert mean == low == high
+    assert f"| {rows[0][0]} | {rows[0][1]} |" in printed
+    with pytest.raises(ValueError, match="has 'chess=a', but must be NAME=RUN"):
+        exit_comparison.main(["chess=a", "--output", str(tmp_path / "none.json")])
 
 
 def test_bad_input_is_a_sentence(games, tmp_path):
