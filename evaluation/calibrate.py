@@ -312,6 +312,11 @@ def settings_table(result: Calibration) -> Table:
         add("**winner**", by_setting[result.winner.score.setting])
     for score in sorted(result.runners_up, key=result.cost):
         add("best of its rule", score)
+    shown = {score.setting.rule for score in result.runners_up}
+    for score in sorted(result.tuning, key=result.cost):
+        if score.setting.rule not in shown:
+            shown.add(score.setting.rule)
+            add("too dear or too risky", score)
     for score in sorted(fixed, key=result.cost):
         if result.cost(score) in hull_costs:
             add("fixed hull", score)

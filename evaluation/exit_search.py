@@ -450,9 +450,12 @@ def climb(ladder: Ladder, evaluate: Evaluate, target: float) -> None:
 def search(ladders: list[Ladder], evaluate: Evaluate, target: float, within: float) -> None:
     """Tries the settings of a rule, so that those cheap at a risk of at most `target` are among them.
 
-    The first ladder has the same threshold for all groups. The others, and groups at levels of their own, are tried
-    only where that costs at most `within`: a rule that is far behind will not win by them.
+    A rule that costs more than `within` where it fires at once, for what it decodes, is tried no further. The first
+    ladder has the same threshold for all groups. The others, and groups at levels of their own, are tried only where
+    that costs at most `within`: a rule that is far behind will not win by them.
     """
+    if evaluate(ladders[0].uniform()[-1])[1] > within:
+        return
     for ladder in ladders:
         level = cheapest_safe_level(ladder, evaluate, target)
         if level is None or evaluate(ladder.setting([level] * len(ladder.cap)))[1] > within:
