@@ -49,7 +49,7 @@ from .risk_control import fixed_sequence, frontier, hoeffding_bentkus, largest_r
 
 TASK_SEED = 74  # of new sequences of a task
 TESTED = 12  # settings in the sequence of tests, at most
-EASY = 0.5  # the sequence begins with the riskiest setting that takes at most this share of what can be certified
+SURE = 2.0  # the sequence begins with the riskiest setting that is safe by this many standard errors of its risk
 REFINED = 1.1  # a rule is refined group by group where it costs at most this much more than the cheapest so far
 
 
@@ -117,6 +117,11 @@ class Calibration:
 
     def risk_on_tuning(self, score: Score) -> float:
         return self.budget.risk(score, self.full_on_tuning)
+
+    def error_on_tuning(self, score: Score) -> float:
+        """The standard error of that risk."""
+        losses = self.budget.losses(score, self.full_on_tuning)
+        return float(losses.std() / math.sqrt(len(losses)))
 
     @property
     def runners_up(self) -> list[Score]:
@@ -224,13 +229,14 @@ def walk(model: RecurrentGPT2ForCausalLM, calibration: Workload, output: Path, r
 def sequence_of(result: Calibration) -> list[Score]:
     """The settings to test, from the safest on: the frontier of cost and risk on the tuning part.
 
-    It begins where the risk is so low that the test is as good as passed, and is thinned out where it is long.
+    It begins where the test is as good as passed, since a failure there ends it, and is thinned out where it is long.
     """
     risks = [result.risk_on_tuning(score) for score in result.tuning]
     places = frontier([result.cost(score) for score in result.tuning], risks)
     places = [place for place in places if risks[place] < result.budget.alpha]
-    first = max((n for n, place in enumerate(places) if risks[place] <= EASY * result.target), default=0)
-    places = places[first:]
+    errors = [SURE * result.error_on_tuning(score) for score in result.tuning]
+    sure = [n for n, place in enumerate(places) if risks[place] + errors[place] <= result.target]
+    places = places[max(sure, default=0) :]
     kept = np.unique(np.linspace(0, len(places) - 1, min(TESTED, len(places))).round().astype(int))
     sequence = [result.tuning[places[place]] for place in kept]
     return [score for score in sequence if score.setting != result.full.setting]
@@ -294,7 +300,8 @@ def settings_table(result: Calibration) -> Table:
     unit = "ms/token" if result.cost_unit == "ms" else "MFLOP/token"
     tested = {t.score.setting: t for t in result.tested}
     fixed = [score for score in result.tuning if score.setting.rule == "fixed"]
-    hull_costs, _ = lower_hull([result.cost(s) for s in fixed], [result.risk_on_tuning(s) for s in fixed])
+    points = [(result.cost(score), result.risk_on_tuning(score)) for score in fixed]
+    hull = set(zip(*lower_hull(*zip(*points, strict=True)), strict=True))
     rows = []
 
     def add(kind: str, score: Score) -> None:
@@ -312,13 +319,13 @@ def settings_table(result: Calibration) -> Table:
         add("**winner**", by_setting[result.winner.score.setting])
     for score in sorted(result.runners_up, key=result.cost):
         add("best of its rule", score)
-    shown = {score.setting.rule for score in result.runners_up}
+    listed = {score.setting.rule for score in result.runners_up}
     for score in sorted(result.tuning, key=result.cost):
-        if score.setting.rule not in shown:
-            shown.add(score.setting.rule)
+        if score.setting.rule not in listed:
+            listed.add(score.setting.rule)
             add("too dear or too risky", score)
-    for score in sorted(fixed, key=result.cost):
-        if result.cost(score) in hull_costs:
+    for point, score in sorted(zip(points, fixed, strict=True), key=lambda pair: pair[0]):
+        if point in hull:
             add("fixed hull", score)
     add("full depth", result.full_on_tuning)
     header = ["", "rule", "setting", "mean steps", unit, "excess, tuning", "excess, calibration", "p", "promised"]

@@ -302,6 +302,11 @@ class Ladder:
         same = all(policy == chosen[0] for policy in chosen)
         return Setting(self.label, json.dumps(chosen[0] if same else chosen, sort_keys=True), self.cap)
 
+    @property
+    def stride(self) -> int:
+        """Levels that make a difference worth trying."""
+        return max(len(self.rungs) // 16, 1)
+
     def uniform(self) -> list[Setting]:
         return [self.setting([level] * len(self.cap)) for level in range(len(self.rungs))]
 
@@ -409,7 +414,7 @@ Evaluate = Callable[[Setting], tuple[float, float]]  # a setting's risk and cost
 def cheapest_safe_level(ladder: Ladder, evaluate: Evaluate, target: float) -> int | None:
     """The cheapest level, the same for all groups, whose risk is at most `target`; None where no level's is.
 
-    Found by halving, since risk grows as levels get cheaper; the levels beside it are tried on the way.
+    Found by halving, since risk grows as levels get cheaper.
     """
     settings = ladder.uniform()
     safe, unsafe = -1, len(settings)
@@ -424,10 +429,9 @@ def cheapest_safe_level(ladder: Ladder, evaluate: Evaluate, target: float) -> in
 
 def descend(ladder: Ladder, level: int, evaluate: Evaluate, target: float) -> None:
     """From one safe level for all groups, one group after the other goes down a stride, as long as that is safe."""
-    groups, stride = range(len(ladder.cap)), max(len(ladder.rungs) // 16, 1)
-    levels = [level for _ in groups]
+    groups, levels = range(len(ladder.cap)), [level] * len(ladder.cap)
     while True:
-        lower = [[at + stride * (group == g) for g, at in enumerate(levels)] for group in groups]
+        lower = [[at + ladder.stride * (group == g) for g, at in enumerate(levels)] for group in groups]
         lower = [tried for tried in lower if max(tried) < len(ladder.rungs)]
         tried = [(*evaluate(ladder.setting(down)), down) for down in lower]
         safe = [(cost, down) for risk, cost, down in tried if risk <= target]
@@ -458,7 +462,9 @@ def search(ladders: list[Ladder], evaluate: Evaluate, target: float, within: flo
         return
     for ladder in ladders:
         level = cheapest_safe_level(ladder, evaluate, target)
-        if level is None or evaluate(ladder.setting([level] * len(ladder.cap)))[1] > within:
+        if level is None or evaluate(ladder.uniform()[level])[1] > within:
             return
+        for safer in (1, 2, 4):  # to fall back on, where the tuning part was too kind
+            evaluate(ladder.uniform()[max(level - safer * ladder.stride, 0)])
         if len(ladder.cap) > 1 and ladder is ladders[-1]:
             descend(ladder, level, evaluate, target)
