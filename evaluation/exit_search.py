@@ -45,9 +45,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "acceleration/state": {"normalize": "state"},
         "acceleration/step": {"normalize": "step"},
     },
+    "confidence": {"confidence/margin": {"by": "margin"}},
     "entropy": {"entropy": {}, "entropy/change": {"change": True}},
     "all": {
-        "all(confidence, step_norm)": {"of": ["confidence", {"name": "step_norm", "normalize": "state"}]},
+        "all(confidence, step_norm)": {
+            "of": [{"name": "confidence", "by": "margin"}, {"name": "step_norm", "normalize": "state"}]
+        },
     },
     "fixed": {},  # no rule: its counts are searched anyway
 }

@@ -14,7 +14,7 @@ With s(k) the state after k steps and D(k) = s(k+1) - s(k) the update of step k 
 | `acceleration` | `AccelerationExit`  | norm(D(k) - D(k-1)) < threshold (eq. 5)  | O(d)           |
 | `cosine`       | `CosineExit`        | 1 - cos(s(k+1), s(k)) < threshold        | O(d)           |
 | `entropy`      | `EntropyExit`       | H(p(k+1)), or its change, < threshold    | O(d V)         |
-| `confidence`   | `ConfidenceExit`    | second best / best probability < threshold | O(d V)       |
+| `confidence`   | `ConfidenceExit`    | 1 - best probability < threshold         | O(d V)         |
 | `argmax`       | `ArgmaxExit`        | the best token has not changed           | O(d V)         |
 | `all`          | `AllExit`           | all of its conditions hold               | that of all    |
 """
@@ -305,21 +305,21 @@ class EntropyExit(ExitPolicy):
 @register_exit_policy("confidence")
 @dataclass(frozen=True)
 class ConfidenceExit(ExitPolicy):
-    """Stops when one token is far ahead in the decoded distribution. As for all rules, less is surer:
+    """Stops when one token is likely enough in the decoded distribution. As for all rules, less is surer:
 
-    `by="margin"` measures p(second) / p(best), which is exp(-margin of the two best logits); `by="top"` measures
-    1 - p(best). Every step decodes every active token. It can first fire at the first step. Default threshold: 0.1
-    (a top probability of 0.9; nobody's: it depends on the text).
+    `by="top"` measures 1 - p(best); `by="margin"` measures p(second) / p(best), which is exp(-margin of the two best
+    logits). Every step decodes every active token. It can first fire at the first step. Default threshold: 0.1 (a top
+    probability of 0.9; nobody's: it depends on the text).
     """
 
-    by: str = "margin"
+    by: str = "top"
 
     default_threshold: ClassVar[float] = 0.1
 
     def __post_init__(self):
         super().__post_init__()
-        if self.by not in ("margin", "top"):
-            raise ValueError(f"`by` of ConfidenceExit is {_shown(self.by)}, but must be one of margin, top.")
+        if self.by not in ("top", "margin"):
+            raise ValueError(f"`by` of ConfidenceExit is {_shown(self.by)}, but must be one of top, margin.")
 
     def measure(self, view: LoopView) -> torch.Tensor | None:
         if _is_too_early(self, view):

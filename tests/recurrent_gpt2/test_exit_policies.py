@@ -36,7 +36,7 @@ POLICIES = [
     EntropyExit(),
     EntropyExit(0.01, change=True, min_loops=3),
     ConfidenceExit(0.3),
-    ConfidenceExit(by="top", patience=2),
+    ConfidenceExit(by="margin", patience=2),
     ArgmaxExit(patience=2),
     AllExit(of=[StepNormExit(0.5, patience=3), "confidence", {"name": "kl", "min_loops": 2}], patience=2),
 ]
@@ -65,7 +65,7 @@ def test_documented_defaults():
     assert [AccelerationExit(normalize=how).threshold for how in ("none", "state", "step")] == [1e-2, 0.03, 0.5]
     assert KLExit().threshold == 5e-4
     assert (CosineExit().threshold, EntropyExit().threshold, EntropyExit(change=True).threshold) == (1e-3, 0.1, 1e-3)
-    assert (ConfidenceExit().by, ConfidenceExit().threshold) == ("margin", 0.1)
+    assert (ConfidenceExit().by, ConfidenceExit().threshold) == ("top", 0.1)
     assert [policy().patience for policy in (StepNormExit, KLExit, AccelerationExit, ArgmaxExit)] == [1, 1, 2, 5]
     assert set(BUILT_IN) <= set(available_exit_policies())
 
@@ -101,7 +101,7 @@ def test_impossible_settings_are_errors_that_name_the_setting(settings):
     [
         ("no_such_policy", ", ".join(BUILT_IN)),
         ({"name": "entropy", "change": "yes"}, "`change`.*True or False"),
-        ({"name": "confidence", "by": "luck"}, "`by`.*margin, top"),
+        ({"name": "confidence", "by": "luck"}, "`by`.*top, margin"),
         ({"name": "all"}, r"`of`.*\(\), but must list 2 to 16"),
         ({"name": "all", "of": "kl"}, "`of`.*must list 2 to 16"),
         ({"name": "all", "of": ["kl"] * 17}, "`of`.*must list 2 to 16"),
@@ -154,7 +154,7 @@ def test_nan_is_never_a_hit():
         CosineExit(1e6),
         EntropyExit(1e6),
         ConfidenceExit(1e6),
-        ConfidenceExit(1e6, by="top"),
+        ConfidenceExit(1e6, by="margin"),
         ArgmaxExit(patience=1),
         AllExit(of=[StepNormExit(1e6), CosineExit(1e6)]),
     ):
@@ -169,7 +169,7 @@ def test_a_threshold_of_zero_never_fires():
     for policy in (StepNormExit(0), AccelerationExit(0, patience=1), KLExit(0), CosineExit(0)):
         view = view_of(state, previous_update=torch.zeros_like(state), memory={"log_p": state.log_softmax(-1)})
         assert not policy(view).any()
-    for policy in (EntropyExit(0), ConfidenceExit(0), ConfidenceExit(0, by="top"), ArgmaxExit(0, patience=1)):
+    for policy in (EntropyExit(0), ConfidenceExit(0), ConfidenceExit(0, by="margin"), ArgmaxExit(0, patience=1)):
         view = view_of(sure, memory={"best": sure.argmax(-1)})
         assert policy.measure(view).max() == 0
         assert not policy(view).any()
@@ -214,7 +214,7 @@ def test_what_cannot_count_is_not_decoded(rule, patience):
         (EntropyExit(10.0), 1),
         (EntropyExit(10.0, change=True), 2),
         (ConfidenceExit(2.0), 1),
-        (ConfidenceExit(2.0, by="top"), 1),
+        (ConfidenceExit(2.0, by="margin"), 1),
         (ArgmaxExit(2.0, patience=1), 2),
         (ArgmaxExit(2.0), 6),
         (AllExit(of=[CosineExit(3.0), AccelerationExit(1e6)]), 3),
@@ -233,9 +233,9 @@ def test_what_the_rules_measure():
     torch.testing.assert_close(EntropyExit().measure(view_of(logits)), -(p * p.log()).sum(-1))
     change = EntropyExit(change=True).measure(view_of(logits, memory={"entropy": torch.tensor([1.0, 0.0])}))
     torch.testing.assert_close(change, (-(p * p.log()).sum(-1) - torch.tensor([1.0, 0.0])).abs())
-    torch.testing.assert_close(ConfidenceExit(by="top").measure(view_of(logits)), 1 - p.max(-1).values)
+    torch.testing.assert_close(ConfidenceExit().measure(view_of(logits)), 1 - p.max(-1).values)
     margin = torch.tensor([1.0, 5.0], dtype=torch.float64)
-    torch.testing.assert_close(ConfidenceExit().measure(view_of(logits)), (-margin).exp())
+    torch.testing.assert_close(ConfidenceExit(by="margin").measure(view_of(logits)), (-margin).exp())
     assert ArgmaxExit().measure(view_of(logits, memory={"best": torch.tensor([0, 1])})).tolist() == [0.0, 1.0]
     turned = view_of(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), update=torch.tensor([[1.0, -1.0], [1.0, 0.0]]))
     torch.testing.assert_close(CosineExit().measure(turned), torch.tensor([1.0, 0.0]))  # from (0, 1), from (1, 0)
@@ -243,7 +243,7 @@ def test_what_the_rules_measure():
 
 def test_a_combination_fires_where_all_of_its_conditions_do():
     model, ids = tiny_model(std=0.3, num_loops=9), random_ids(3, 12)
-    conditions = [StepNormExit(4.0, patience=2), ConfidenceExit(0.8, min_loops=2), KLExit(3.0)]
+    conditions = [StepNormExit(4.0, patience=2), ConfidenceExit(0.8, by="margin", min_loops=2), KLExit(3.0)]
     seen = []
 
     def recorded(view):

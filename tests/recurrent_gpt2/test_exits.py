@@ -137,10 +137,10 @@ def test_prefill_equals_decode_under_every_policy(name, level, layout, state_ini
         CosineExit(0.3),
         EntropyExit(2.5),
         EntropyExit(0.2, change=True),
-        ConfidenceExit(0.5),
-        ConfidenceExit(0.6, by="top"),
+        ConfidenceExit(0.5, by="margin"),
+        ConfidenceExit(0.6),
         ArgmaxExit(patience=2),
-        AllExit(of=[KLExit(0.5, patience=2), CosineExit(0.5), ConfidenceExit(0.9)], patience=2),
+        AllExit(of=[KLExit(0.5, patience=2), CosineExit(0.5), ConfidenceExit(0.9, by="margin")], patience=2),
     ],
     ids=repr,
 )
