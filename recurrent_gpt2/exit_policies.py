@@ -383,15 +383,14 @@ class AllExit(ExitPolicy):
         return ExitPolicy.from_dict(settings)
 
     def measure(self, view: LoopView) -> torch.Tensor:
-        hits, decode = None, _decode_once(view.decode)
+        hits, decode = [], _decode_once(view.decode)
         for place, policy in enumerate(self.of):
             prefix = f"{place}."
             names = [name for name in view.memory if name.startswith(prefix)]
             memory = {name.removeprefix(prefix): view.memory.pop(name) for name in names}
-            condition = policy(replace(view, memory=memory, decode=decode))
+            hits.append(policy(replace(view, memory=memory, decode=decode)))
             view.memory.update({prefix + name: value for name, value in memory.items()})
-            hits = condition if hits is None else hits & condition
-        return (~hits).float()
+        return (~torch.stack(hits).all(0)).float()
 
     def to_dict(self) -> dict[str, Any]:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
