@@ -149,8 +149,10 @@ def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Settin
 
 def cap_of(model: RecurrentGPT2ForCausalLM) -> int:
     """The cap of the checkpoint's default policy, or `CAP` where it has none."""
-    own = getattr(model.generation_config, "num_loops", None)
-    return CAP if own is None else max(model.config.loops_per_group(own))
+    own = model.generation_config
+    if getattr(own, "exit_policy", None) is None:
+        return CAP  # the loops of a checkpoint without a policy are a depth, and no cap
+    return max(model.config.loops_per_group(getattr(own, "num_loops", None)))
 
 
 def score_loops(
