@@ -22,7 +22,7 @@ from training.tasks import ids_of_tokens
 
 from .common import describe_loops, load_checkpoint, loops_of_generate, mean_depth
 from .depth import task_of
-from .exit_tradeoff import PAPER_THRESHOLDS, score_loops
+from .exit_tradeoff import PAPER_THRESHOLDS, cap_of, score_loops
 from .figures import PAPER_RULES
 from .report import Settings, blocks_by_seed, make_report
 
@@ -134,8 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.programs is not None:
         show_program(console, options.programs)
     default = loops_of_generate(model)
-    num_loops = default["num_loops"]
-    most = max(num_loops)
+    most = cap_of(model)
     legend = Text("loops: ")
     for place, color in enumerate(COLORS):
         legend.append(f"{1 + place * (most - 1) / len(COLORS):.0f}+ ", style=color)
@@ -147,17 +146,19 @@ def main(arguments: list[str] | None = None) -> None:
         depths=(1, 2, 3, 4, 6, 8, 12), blocks=options.blocks, rounds=1, samples=2,
     )  # fmt: skip
     policies = policies_of(default["exit_policy"])
-    continue_text(model, tokenizer, options.prompt, None, 2, num_loops)  # the first call is slower
+    # Where the checkpoint's own setting is a fixed depth, that is the depth of the row without exits.
+    loops_of = {name: model.config.loops_per_group(most) for name in policies} | {"fixed": default["num_loops"]}
+    continue_text(model, tokenizer, options.prompt, None, 2, loops_of["fixed"])  # the first call is slower
     continued = []
     for name, policy in policies.items():
-        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, num_loops))
+        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, loops_of[name]))
         console.print(f"[underline]{name}[/underline]\n", continued[-1][0], "\n", sep="")
     blocks = blocks_by_seed(options.source, tokenizer, settings, model.config.max_position_embeddings)[0]
     table = Table("exit policy", "mean loops", "ms/token", f"perplexity, {options.source}", "mean loops there",
                   title=f"{options.new_tokens} tokens, at most {most} loops")  # fmt: skip
     rows = zip(policies.items(), continued, strict=True)
     for (name, policy), (_, loops, milliseconds) in tqdm(rows, "perplexity", unit=" policies", total=len(policies)):
-        scored = score_loops(model, blocks, policy, num_loops)
+        scored = score_loops(model, blocks, policy, loops_of[name])
         cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{scored['perplexity']:.2f}", f"{scored['mean_depth']:.2f}")
         table.add_row(name, *cells)
     console.print(table)

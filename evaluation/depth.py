@@ -24,6 +24,8 @@ from scipy.stats import spearmanr
 
 from recurrent_gpt2 import (
     AccelerationExit,
+    ConfidenceExit,
+    EntropyExit,
     ExitPolicy,
     KLExit,
     LoopView,
@@ -31,7 +33,6 @@ from recurrent_gpt2 import (
     StepNormExit,
 )
 from recurrent_gpt2.geometry import above_floor, contraction_ratios
-from training.confidence import ConfidenceExit, EntropyExit
 from training.tasks import Task, TaskSource, ids_of_tokens
 from training.tasks.task import TaskBatch
 
@@ -51,7 +52,6 @@ TUNING_SEED, TEST_SEED, DEEPER_SEED = 71, 72, 73  # training draws from seeds of
 TARGETS = (0.95, 0.98, 0.99, 0.999)
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97, 1.0)
 MARGINS = (0, 1, 2)
-IN_CHECKPOINTS = ("acceleration", "kl", "step_norm")  # rules that the code of a checkpoint knows
 
 
 def _rule(make: type[ExitPolicy], thresholds: tuple[float, ...], **settings):
@@ -391,7 +391,7 @@ class DepthStudy:
         found = {}
         for rule, runs in tuned.items():
             make, thresholds = RULES[rule]
-            if no_loss[rule] is not None and make(thresholds[0]).name in IN_CHECKPOINTS:
+            if no_loss[rule] is not None:
                 place = thresholds.index(no_loss[rule]["threshold"])
                 found[runs[place].mean_steps] = make(thresholds[place]).to_dict()
         return found[min(found)] if found else None

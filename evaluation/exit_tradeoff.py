@@ -66,10 +66,14 @@ class Setting:
 
     rule: str
     policy: str | None  # JSON, so that settings can be compared and saved
-    num_loops: int | list[int]  # the cap, or the fixed depth; of a sweep, one for all groups
+    num_loops: int | tuple[int, ...]  # the cap, or the fixed depth; for all groups or one per group
+
+    def __post_init__(self):
+        if isinstance(self.num_loops, list):  # as JSON has it
+            object.__setattr__(self, "num_loops", tuple(self.num_loops))
 
     @property
-    def exit_policy(self) -> dict[str, Any] | None:
+    def exit_policy(self) -> Any:
         return None if self.policy is None else json.loads(self.policy)
 
 
@@ -145,8 +149,10 @@ def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Settin
 
 def cap_of(model: RecurrentGPT2ForCausalLM) -> int:
     """The cap of the checkpoint's default policy, or `CAP` where it has none."""
-    own = getattr(model.generation_config, "num_loops", None)
-    return CAP if own is None else max(model.config.loops_per_group(own))
+    own = model.generation_config
+    if getattr(own, "exit_policy", None) is None:
+        return CAP  # the loops of a checkpoint without a policy are a depth, and no cap
+    return max(model.config.loops_per_group(getattr(own, "num_loops", None)))
 
 
 def score_loops(
@@ -300,7 +306,8 @@ def processes() -> PartialState:
 
 def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, file: Path) -> None:
     """Writes down which model and text a folder's results are of, or fails where they are of others."""
-    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    elsewhere = ("_name_or_path", "num_loops")  # a setting says its own loops
+    config = {name: value for name, value in model.config.to_dict().items() if name not in elsewhere}
     digest = hashlib.blake2b(str(config).encode() + blocks.numpy().tobytes())
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())

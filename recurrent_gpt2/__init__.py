@@ -5,6 +5,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import (
     AccelerationExit,
+    AllExit,
+    ArgmaxExit,
+    ConfidenceExit,
+    CosineExit,
+    EntropyExit,
     ExitPolicy,
     FixedLoops,
     KLExit,
@@ -30,6 +35,11 @@ AutoModelForCausalLM.register(RecurrentGPT2Config, RecurrentGPT2ForCausalLM, exi
 
 __all__ = [
     "AccelerationExit",
+    "AllExit",
+    "ArgmaxExit",
+    "ConfidenceExit",
+    "CosineExit",
+    "EntropyExit",
     "ExitPolicy",
     "FixedLoops",
     "KLExit",

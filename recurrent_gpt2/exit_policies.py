@@ -12,12 +12,17 @@ With s(k) the state after k steps and D(k) = s(k+1) - s(k) the update of step k 
 | `step_norm`    | `StepNormExit`      | norm D(k) < threshold (eq. 3)            | O(d)           |
 | `kl`           | `KLExit`            | KL(p(k+1) \\|\\| p(k)) < threshold (eq. 4) | O(d V)         |
 | `acceleration` | `AccelerationExit`  | norm(D(k) - D(k-1)) < threshold (eq. 5)  | O(d)           |
+| `cosine`       | `CosineExit`        | 1 - cos(s(k+1), s(k)) < threshold        | O(d)           |
+| `entropy`      | `EntropyExit`       | H(p(k+1)), or its change, < threshold    | O(d V)         |
+| `confidence`   | `ConfidenceExit`    | 1 - best probability < threshold         | O(d V)         |
+| `argmax`       | `ArgmaxExit`        | the best token has not changed           | O(d V)         |
+| `all`          | `AllExit`           | all of its conditions hold               | that of all    |
 """
 
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,6 +30,8 @@ import transformers
 
 # A count no loop reaches: larger ones would overflow the tensors that they are compared with.
 MAX_COUNT = 1_000_000
+# Conditions of a combination: more than anyone needs, few enough for a file from elsewhere.
+MAX_CONDITIONS = 16
 
 
 @dataclass
@@ -245,6 +252,166 @@ class KLExit(ExitPolicy):
         if previous_log_p is None:
             return None
         return torch.linalg.vecdot(log_p.exp(), log_p - previous_log_p).clamp_min(0)  # rounding can take it below
+
+
+@register_exit_policy("cosine")
+@dataclass(frozen=True)
+class CosineExit(ExitPolicy):
+    """Stops when the state stops turning: 1 - cos(s(k+1), s(k)) < threshold.
+
+    It can first fire at the first step. Default threshold: 1e-3 (Geiping et al.).
+    """
+
+    default_threshold: ClassVar[float] = 1e-3
+
+    def measure(self, view: LoopView) -> torch.Tensor:
+        state, previous = _at_least_fp32(view.state), _at_least_fp32(view.state - view.update)
+        cosine = torch.linalg.vecdot(state, previous) / _positive(_norm(state) * _norm(previous))
+        return (1 - cosine).clamp_min(0)  # rounding can take it below
+
+
+@register_exit_policy("entropy")
+@dataclass(frozen=True)
+class EntropyExit(ExitPolicy):
+    """Stops when the decoded distribution is sharp: H(p(k+1)) < threshold, in nats.
+
+    `change=True` is the rule of Geiping et al.: |H(p(k+1)) - H(p(k))| < threshold. Every step decodes every active
+    token. The level can first fire at the first step, the change at the second. Default thresholds: 0.1 for the level
+    (nobody's: it depends on the text), 1e-3 for the change (Geiping et al.).
+    """
+
+    change: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.change, bool):
+            raise ValueError(f"`change` of EntropyExit is {_shown(self.change)}, but must be True or False.")
+        super().__post_init__()
+
+    def _default_threshold(self) -> float:
+        return 1e-3 if self.change else 0.1
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        if _is_too_early(self, view, states=1 + self.change):
+            return None
+        log_p = _at_least_fp32(view.decode(view.state)).log_softmax(-1)
+        entropy = -torch.linalg.vecdot(log_p.exp(), log_p).clamp_max(0)
+        if not self.change:
+            return entropy
+        previous = view.memory.get("entropy")
+        view.memory["entropy"] = entropy
+        return None if previous is None else (entropy - previous).abs()
+
+
+@register_exit_policy("confidence")
+@dataclass(frozen=True)
+class ConfidenceExit(ExitPolicy):
+    """Stops when one token is likely enough in the decoded distribution. As for all rules, less is surer:
+
+    `by="top"` measures 1 - p(best); `by="margin"` measures p(second) / p(best), which is exp(-margin of the two best
+    logits). Every step decodes every active token. It can first fire at the first step. Default threshold: 0.1 (a top
+    probability of 0.9; nobody's: it depends on the text).
+    """
+
+    by: str = "top"
+
+    default_threshold: ClassVar[float] = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.by not in ("top", "margin"):
+            raise ValueError(f"`by` of ConfidenceExit is {_shown(self.by)}, but must be one of top, margin.")
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        if _is_too_early(self, view):
+            return None
+        logits = _at_least_fp32(view.decode(view.state))
+        if self.by == "top":
+            return 1 - logits.softmax(-1).amax(-1)
+        best, second = logits.topk(2, dim=-1).values.unbind(-1)
+        return (second - best).exp()
+
+
+@register_exit_policy("argmax")
+@dataclass(frozen=True)
+class ArgmaxExit(ExitPolicy):
+    """Stops when the most likely token has not changed for `patience` steps in a row.
+
+    Every step decodes every active token. The start state is not decoded, so with the default patience of 5 (Geiping et
+    al.) it can first fire at the sixth step. What is measured is 0 or 1; `threshold` is between them.
+    """
+
+    patience: int = 5
+
+    default_threshold: ClassVar[float] = 0.5
+
+    def measure(self, view: LoopView) -> torch.Tensor | None:
+        if _is_too_early(self, view, states=2):
+            return None
+        logits, best = view.decode(view.state).max(-1)
+        previous = view.memory.get("best")
+        view.memory["best"] = best
+        return None if previous is None else ((best != previous) | logits.isnan()).float()
+
+
+@register_exit_policy("all")
+@dataclass(frozen=True)
+class AllExit(ExitPolicy):
+    """Stops when all conditions hold at the same step, each with its own threshold, patience and `min_loops`.
+
+    `of` lists 2 to 16 policies: names, dicts or objects, of registered classes and not combinations themselves. Several
+    that decode cost one pass through the head. It can first fire when the last of them can. What is measured is 0 where
+    all hold, else 1; `patience` counts the steps in a row at which they do.
+    """
+
+    of: tuple[ExitPolicy, ...] = ()
+
+    default_threshold: ClassVar[float] = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.of, list | tuple) or not 2 <= len(self.of) <= MAX_CONDITIONS:
+            raise ValueError(f"`of` of AllExit is {_shown(self.of)}, but must list 2 to {MAX_CONDITIONS} policies.")
+        object.__setattr__(self, "of", tuple(self._condition(policy) for policy in self.of))
+
+    @staticmethod
+    def _condition(policy: Any) -> ExitPolicy:
+        if hasattr(policy, "to_dict") and not isinstance(policy, type):
+            policy = policy.to_dict()
+        settings = {"name": policy} if isinstance(policy, str) else policy
+        if isinstance(settings, dict) and settings.get("name") == "all":  # else a file could nest without end
+            raise ValueError("`of` of AllExit lists a combination, but must list plain policies.")
+        return ExitPolicy.from_dict(settings)
+
+    def measure(self, view: LoopView) -> torch.Tensor:
+        hits, decode = [], _decode_once(view.decode)
+        for place, policy in enumerate(self.of):
+            prefix = f"{place}."
+            names = [name for name in view.memory if name.startswith(prefix)]
+            memory = {name.removeprefix(prefix): view.memory.pop(name) for name in names}
+            hits.append(policy(replace(view, memory=memory, decode=decode)))
+            view.memory.update({prefix + name: value for name, value in memory.items()})
+        return (~torch.stack(hits).all(0)).float()
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"name": self.name, **settings, "of": [policy.to_dict() for policy in self.of]}
+
+
+def _is_too_early(policy: ExitPolicy, view: LoopView, states: int = 1) -> bool:
+    """Whether what is decoded at this step can't count: a hit of `min_loops` and `patience` needs `states` of them."""
+    return view.step + states < policy.min_loops - policy.patience + 1
+
+
+def _decode_once(decode: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`decode` that remembers the last state and its logits."""
+    last: list[torch.Tensor] = []
+
+    def remembered(state: torch.Tensor) -> torch.Tensor:
+        if not last or last[0] is not state:
+            last[:] = state, decode(state)
+        return last[1]
+
+    return remembered
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 - `trainer_state.json`: what was trained, and the validation loss.
 - `depth.json`, if it is there: what `evaluation.depth` measured of a model of a depth task; see `tasks/card.py`.
+- `calibration.json`, if it is there: the promise that `evaluation.calibrate` made.
 - `results.json`, if it is there: a list of measurements, each with `dataset`, `policy` (a dict; null: fixed loops),
   `num_loops`, `mean_steps`, `perplexity`, and perhaps `ms_per_token`.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
+from .promise import guarantee_of
 from .tasks.card import render_task_card
 
 TEMPLATE = Path(__file__).parents[1] / "model_card.md"
@@ -57,6 +59,7 @@ def render_card(
         draws_loops=config["loop_sigma"] is not None,
         backprop_loops=config["backprop_loops"] or "all",
         default_policy=json.dumps(policy) if policy else None,
+        guarantee=guarantee_of(checkpoint),
         tradeoff=[tradeoff_row(row) for row in measurements],
         figure=FIGURE if (checkpoint / FIGURE).exists() else None,
         training=training_lines(state),
@@ -141,6 +144,7 @@ def check_card(checkpoint: Path, repo: str | None = None) -> None:
         ("model-index", numbers(written), numbers(rendered)),
         ("table", rows(written), rows(rendered)),
         ("training facts", _facts(written), _facts(rendered)),
+        ("promise", _promise(written), _promise(rendered)),
     ):
         if found != expected:
             stale = [entry for entry in found if entry not in expected] or ["nothing"]
@@ -153,6 +157,10 @@ def check_card(checkpoint: Path, repo: str | None = None) -> None:
 
 def _facts(card: ModelCard) -> list[str]:
     return [line for line in card.text.splitlines() if line.startswith(("- validation loss", "- ")) and "loss" in line]
+
+
+def _promise(card: ModelCard) -> list[str]:
+    return [line for line in card.text.splitlines() if line.startswith("With probability ")]
 
 
 def count_parameters(checkpoint: Path) -> int:

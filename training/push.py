@@ -23,7 +23,7 @@ NEEDED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 UPLOADED = (
     *NEEDED, "*.py", "*.safetensors", "model.safetensors.index.json", "vocab.json", "merges.txt", "README.md",
     "special_tokens_map.json", "results.json", "tradeoff.png", "trainer_state.json", "geometry.jsonl",
-    "depth.json", "depth.png",
+    "depth.json", "depth.png", "calibration.json",
 )  # fmt: skip
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN, with a token that may write to the repository."
 

@@ -14,8 +14,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from recurrent_gpt2 import RecurrentGPT2Config
+from recurrent_gpt2.exit_policies import resolve_exit_policy
 
-from .confidence import policy_to_train_with
 from .data import Source
 from .tasks import TaskSource
 
@@ -90,7 +90,7 @@ class RecurrentTrainingArguments(TrainingArguments):
             that of AdamW for embeddings and norms. Left out: AdamW for all.
         most_loops: With tasks, the loops of a step are uniform between the depth of the curriculum and this. Left out:
             as the config has it (`mean_loops`, `loop_sigma`).
-        exit_policies: Exit policies (names or mappings; `confidence` and `entropy` too) to train with: in a share of
+        exit_policies: Exit policies (names or mappings) to train with: in a share of
             the micro-steps one of them lets tokens leave their loops early, with gradients, so that others learn to
             read states that have stopped.
         exit_share: That share.
@@ -116,8 +116,7 @@ class RecurrentTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
         if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
             raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
-        for policy in self.exit_policies:
-            policy_to_train_with(policy)  # fails here rather than in the middle of a run
+        resolve_exit_policy(list(self.exit_policies), len(self.exit_policies))  # fails here rather than in a run
         if isinstance(self.exit_share, str | bool) or not 0 <= self.exit_share <= 1:
             raise ValueError(f"`exit_share` is {self.exit_share!r}, but must be a number from 0 to 1.")
         if self.muon_learning_rate is not None and not (

@@ -16,10 +16,10 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from recurrent_gpt2 import sample_num_loops
+from recurrent_gpt2.exit_policies import resolve_exit_policy
 from recurrent_gpt2.geometry import LoopGeometry
 
 from .card import render_card
-from .confidence import policy_to_train_with
 from .data import StreamedBlocks, collate
 from .muon import Muon
 from .tasks.feed import TaskFeed
@@ -38,7 +38,7 @@ def draw_exit_policy(args, step: int, micro_step: int) -> Any:
         return None
     digest = hashlib.blake2b(f"exits/{args.seed}/{step}/{micro_step}".encode(), digest_size=8).digest()
     share, place = (int.from_bytes(half, "big") / 2**32 for half in (digest[:4], digest[4:]))
-    return policy_to_train_with(policies[int(place * len(policies))]) if share < args.exit_share else None
+    return resolve_exit_policy(policies[int(place * len(policies))], 1)[0] if share < args.exit_share else None
 
 
 class RecurrentTrainer(Trainer):

@@ -1,7 +1,8 @@
 """Fills the tables of README.md and docs/ from what the commands wrote: `python -m evaluation.study.documents`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
-`docs/benchmark.json` (of `evaluation.benchmark`) and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
+`docs/benchmark.json` (of `evaluation.benchmark`), `docs/exit_comparison.json` (of `evaluation.study.exit_comparison`)
+and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
 `ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of `evaluation.study.controls`); in `docs/tasks/`,
 `chains.json` and `programs.json` (of `evaluation.study.depth_tasks`).
 """
@@ -25,6 +26,7 @@ from ..report import (
     token_table,
 )
 from . import depth_tasks
+from .exit_comparison import comparison_table
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -109,6 +111,7 @@ def exits_table() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
+    "exits_on_chains": lambda: comparison_table(read("exit_comparison.json"), "chains"),
     "benchmark": benchmark_table,
     "shares": shares_table,
     "memory": memory_table,

@@ -8,10 +8,9 @@ import training.train
 from evaluation import depth
 from evaluation.common import load_checkpoint
 from evaluation.depth import Run, Sequences, first_exits, run, run_all_depths, run_unfrozen
-from recurrent_gpt2 import AccelerationExit, StepNormExit
+from recurrent_gpt2 import AccelerationExit, ConfidenceExit, StepNormExit
 from tests.helpers import tiny_model
 from tests.training.runs import tiny_run
-from training.confidence import ConfidenceExit
 from training.tasks import Chains
 
 TASK = Chains(slots=10, depth=3, values=4, chains=2)

@@ -8,6 +8,11 @@ import torch
 
 from recurrent_gpt2 import (
     AccelerationExit,
+    AllExit,
+    ArgmaxExit,
+    ConfidenceExit,
+    CosineExit,
+    EntropyExit,
     ExitPolicy,
     FixedLoops,
     KLExit,
@@ -27,7 +32,17 @@ POLICIES = [
     AccelerationExit(),
     AccelerationExit(0.1, normalize="state", patience=1),
     AccelerationExit(normalize="step"),
+    CosineExit(0.1),
+    EntropyExit(),
+    EntropyExit(0.01, change=True, min_loops=3),
+    ConfidenceExit(0.3),
+    ConfidenceExit(by="margin", patience=2),
+    ArgmaxExit(patience=2),
+    AllExit(of=[StepNormExit(0.5, patience=3), "confidence", {"name": "kl", "min_loops": 2}], patience=2),
 ]
+
+
+BUILT_IN = ["acceleration", "all", "argmax", "confidence", "cosine", "entropy", "fixed", "kl", "step_norm"]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -49,8 +64,10 @@ def test_documented_defaults():
     assert (StepNormExit().threshold, StepNormExit(normalize="state").threshold) == (1e-3, 0.03)
     assert [AccelerationExit(normalize=how).threshold for how in ("none", "state", "step")] == [1e-2, 0.03, 0.5]
     assert KLExit().threshold == 5e-4
-    assert [policy().patience for policy in (StepNormExit, KLExit, AccelerationExit)] == [1, 1, 2]
-    assert available_exit_policies() == ["acceleration", "fixed", "kl", "step_norm"]
+    assert (CosineExit().threshold, EntropyExit().threshold, EntropyExit(change=True).threshold) == (1e-3, 0.1, 1e-3)
+    assert (ConfidenceExit().by, ConfidenceExit().threshold) == ("top", 0.1)
+    assert [policy().patience for policy in (StepNormExit, KLExit, AccelerationExit, ArgmaxExit)] == [1, 1, 2, 5]
+    assert set(BUILT_IN) <= set(available_exit_policies())
 
 
 @pytest.mark.parametrize(
@@ -82,7 +99,16 @@ def test_impossible_settings_are_errors_that_name_the_setting(settings):
 @pytest.mark.parametrize(
     ("exit_policy", "message"),
     [
-        ("no_such_policy", "acceleration, fixed, kl, step_norm"),
+        ("no_such_policy", ", ".join(BUILT_IN)),
+        ({"name": "entropy", "change": "yes"}, "`change`.*True or False"),
+        ({"name": "confidence", "by": "luck"}, "`by`.*top, margin"),
+        ({"name": "all"}, r"`of`.*\(\), but must list 2 to 16"),
+        ({"name": "all", "of": "kl"}, "`of`.*must list 2 to 16"),
+        ({"name": "all", "of": ["kl"] * 17}, "`of`.*must list 2 to 16"),
+        ({"name": "all", "of": ["kl", "no_such_policy"]}, "no_such_policy.*unknown"),
+        ({"name": "all", "of": ["kl", None]}, "None.* has no name"),
+        ({"name": "all", "of": ["kl", KLExit]}, "has no name"),
+        ({"name": "all", "of": ["kl", {"name": "kl", "threshold": -1}]}, "threshold"),
         ("__import__('os').abort()", "unknown"),
         ({"name": "os.system"}, "unknown"),
         ({"threshold": 0.1}, "name"),
@@ -125,15 +151,27 @@ def test_nan_is_never_a_hit():
         AccelerationExit(1e6, patience=1),
         KLExit(1e6),
         AccelerationExit(1e6, normalize="step"),
+        CosineExit(1e6),
+        EntropyExit(1e6),
+        ConfidenceExit(1e6),
+        ConfidenceExit(1e6, by="margin"),
+        ArgmaxExit(patience=1),
+        AllExit(of=[StepNormExit(1e6), CosineExit(1e6)]),
     ):
-        view = view_of(nan, update=nan, previous_update=nan, memory={"log_p": nan})
+        memory = {"log_p": nan, "best": nan.argmax(-1)}
+        view = view_of(nan, update=nan, previous_update=nan, memory=memory)
         assert not policy(view).any()
 
 
 def test_a_threshold_of_zero_never_fires():
     state = torch.randn(3, 4)
-    for policy in (StepNormExit(0), AccelerationExit(0, patience=1), KLExit(0)):
+    sure = 1e3 * torch.eye(3, 4)  # so that even the rules of confidence measure 0
+    for policy in (StepNormExit(0), AccelerationExit(0, patience=1), KLExit(0), CosineExit(0)):
         view = view_of(state, previous_update=torch.zeros_like(state), memory={"log_p": state.log_softmax(-1)})
+        assert not policy(view).any()
+    for policy in (EntropyExit(0), ConfidenceExit(0), ConfidenceExit(0, by="margin"), ArgmaxExit(0, patience=1)):
+        view = view_of(sure, memory={"best": sure.argmax(-1)})
+        assert policy.measure(view).max() == 0
         assert not policy(view).any()
 
 
@@ -148,8 +186,10 @@ def test_patience_counts_hits_in_a_row_and_min_loops_delays():
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
-def test_kl_decodes_only_what_can_count(patience):
-    states = 0.1 * torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("rule", ["kl", "argmax", "entropy", "entropy change", "confidence"])
+def test_what_cannot_count_is_not_decoded(rule, patience):
+    noise = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(0))
+    states = torch.tensor([0.0, 0.0, 0.5, 0.0]) + 0.01 * noise
 
     def run(policy):
         fired, decoded, memory = [], [], {}
@@ -159,9 +199,89 @@ def test_kl_decodes_only_what_can_count(patience):
             fired.append(bool(policy(view)))
         return fired, len(decoded)
 
-    fired, decoded = run(KLExit(10.0, patience=patience, min_loops=6))
+    name, _, change = rule.partition(" ")
+    settings = {"name": name, "patience": patience, "min_loops": 6} | ({"change": True} if change else {})
+    fired, decoded = run(ExitPolicy.from_dict({**settings, "threshold": 10.0}))
     assert fired == [False] * 5 + [True] * 3
-    assert decoded == 8 - (5 - patience)
+    compares = rule in ("kl", "argmax", "entropy change")  # then the state before the first that counts is decoded too
+    assert decoded == 8 - (5 - patience) + compares - 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [
+        (CosineExit(3.0), 1),
+        (EntropyExit(10.0), 1),
+        (EntropyExit(10.0, change=True), 2),
+        (ConfidenceExit(2.0), 1),
+        (ConfidenceExit(2.0, by="margin"), 1),
+        (ArgmaxExit(2.0, patience=1), 2),
+        (ArgmaxExit(2.0), 6),
+        (AllExit(of=[CosineExit(3.0), AccelerationExit(1e6)]), 3),
+        (AllExit(of=[CosineExit(3.0), AccelerationExit(1e6)], patience=2), 4),
+    ],
+    ids=repr,
+)
+def test_when_a_rule_can_first_fire(policy, first):
+    steps = tiny_model(std=0.3, num_loops=8)(random_ids(2, 5), exit_policy=policy).loop_steps
+    assert (steps == first).all()
+
+
+def test_what_the_rules_measure():
+    logits = torch.tensor([[2.0, 1.0, -1.0], [0.0, 0.0, 5.0]], dtype=torch.float64)
+    p = logits.softmax(-1)
+    torch.testing.assert_close(EntropyExit().measure(view_of(logits)), -(p * p.log()).sum(-1))
+    change = EntropyExit(change=True).measure(view_of(logits, memory={"entropy": torch.tensor([1.0, 0.0])}))
+    torch.testing.assert_close(change, (-(p * p.log()).sum(-1) - torch.tensor([1.0, 0.0])).abs())
+    torch.testing.assert_close(ConfidenceExit().measure(view_of(logits)), 1 - p.max(-1).values)
+    margin = torch.tensor([1.0, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(ConfidenceExit(by="margin").measure(view_of(logits)), (-margin).exp())
+    assert ArgmaxExit().measure(view_of(logits, memory={"best": torch.tensor([0, 1])})).tolist() == [0.0, 1.0]
+    turned = view_of(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), update=torch.tensor([[1.0, -1.0], [1.0, 0.0]]))
+    torch.testing.assert_close(CosineExit().measure(turned), torch.tensor([1.0, 0.0]))  # from (0, 1), from (1, 0)
+
+
+def test_a_combination_fires_where_all_of_its_conditions_do():
+    model, ids = tiny_model(std=0.3, num_loops=9), random_ids(3, 12)
+    conditions = [StepNormExit(4.0, patience=2), ConfidenceExit(0.8, by="margin", min_loops=2), KLExit(3.0)]
+    seen = []
+
+    def recorded(view):
+        """The conditions side by side, each with its memory under its own name, as a plain function."""
+        hits = []
+        for place, policy in enumerate(conditions):
+            own = {key[1:]: view.memory.pop(key) for key in list(view.memory) if key[0] == str(place)}
+            hits.append(policy(LoopView(view.group, view.step, view.state, view.update, None, own, view.decode)))
+            view.memory.update({f"{place}{key}": value for key, value in own.items()})
+        seen.append(torch.stack(hits))
+        return torch.stack(hits).all(0)
+
+    combined = model(ids, exit_policy=AllExit(of=conditions))
+    by_hand = model(ids, exit_policy=recorded)
+    assert torch.equal(combined.loop_steps, by_hand.loop_steps)
+    assert torch.equal(combined.logits, by_hand.logits)
+    assert 1 < combined.loop_steps.float().mean() < 9
+    assert any((hits.any(0) & ~hits.all(0)).any() for hits in seen)  # the conditions do not say the same
+    by_json = model(ids, exit_policy=json.loads(json.dumps(AllExit(of=conditions).to_dict())))
+    assert torch.equal(combined.logits, by_json.logits)
+
+
+def test_conditions_of_a_combination_share_one_pass_through_the_head():
+    decoded = []
+    view = view_of(torch.randn(3, 4))
+    view.decode = lambda state: decoded.append(1) or state
+    AllExit(of=["kl", "entropy", "argmax"])(view)
+    assert len(decoded) == 1
+
+
+def test_a_combination_from_a_file_cannot_nest():
+    nested = {"name": "kl"}
+    for _ in range(100_000):
+        nested = {"name": "all", "of": [nested, "kl"]}
+    with pytest.raises(ValueError, match="lists a combination"):
+        ExitPolicy.from_dict(nested)
+    with pytest.raises(ValueError, match="lists a combination"):
+        AllExit(of=["kl", AllExit(of=["kl", "cosine"])])
 
 
 def test_step_normalisation_has_the_documented_floor():

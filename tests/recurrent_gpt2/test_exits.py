@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recurrent_gpt2 import AccelerationExit, KLExit, StepNormExit
+from recurrent_gpt2 import (
+    AccelerationExit,
+    AllExit,
+    ArgmaxExit,
+    ConfidenceExit,
+    CosineExit,
+    EntropyExit,
+    KLExit,
+    StepNormExit,
+)
 from tests.helpers import LAYOUTS, random_ids, tiny_model
 from tests.recurrent_gpt2 import oracle
 
@@ -118,6 +127,29 @@ def test_prefill_equals_decode_under_every_policy(name, level, layout, state_ini
     with torch.no_grad():
         whole = model(ids, exit_policy=policy, use_cache=False)
         logits, steps = decode(model, ids, policy, [4, 1, 1, 3, 1])
+    assert torch.equal(steps, whole.loop_steps)
+    torch.testing.assert_close(logits, whole.logits, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        CosineExit(0.3),
+        EntropyExit(2.5),
+        EntropyExit(0.2, change=True),
+        ConfidenceExit(0.5, by="margin"),
+        ConfidenceExit(0.6),
+        ArgmaxExit(patience=2),
+        AllExit(of=[KLExit(0.5, patience=2), CosineExit(0.5), ConfidenceExit(0.9, by="margin")], patience=2),
+    ],
+    ids=repr,
+)
+def test_prefill_equals_decode_under_rules_of_direction_and_confidence(policy):
+    model, ids = model_of(), random_ids(2, 10, seed=5)
+    with torch.no_grad():
+        whole = model(ids, exit_policy=policy, use_cache=False)
+        logits, steps = decode(model, ids, policy, [4, 1, 1, 3, 1])
+    assert len(whole.loop_steps.unique()) > 2
     assert torch.equal(steps, whole.loop_steps)
     torch.testing.assert_close(logits, whole.logits, atol=1e-9, rtol=0)
 

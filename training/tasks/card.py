@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..promise import guarantee_of
 from .task import Task, TaskSource
 
 TEMPLATE = Path(__file__).with_name("task_card.md")
@@ -41,6 +42,7 @@ def render_task_card(checkpoint: Path, repo: str | None = None, license: str = "
         cap=measured["cap"],
         sequences=measured["sequences"],
         default_policy=json.dumps(policy) if policy else None,
+        guarantee=guarantee_of(checkpoint),
         rows=table_rows(measured),
         deeper=deeper_line(measured["deeper"], measured["task"]["depth"]),
         training=training_line(checkpoint),

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import training.train
 import training.trainer
 from evaluation.baselines import take_steps
-from recurrent_gpt2 import KLExit
+from recurrent_gpt2 import ConfidenceExit, KLExit
 from tests.helpers import random_ids, tiny_model
 from tests.training.runs import tiny_run, write_texts
 from tests.training.test_train import check_resume
-from training.confidence import ConfidenceExit
 from training.data import collate
 from training.tasks import Chains, Programs, TaskSource, task_tokenizer
 from training.tasks.feed import Curriculum, MixedRows, TaskFeed
