@@ -107,7 +107,8 @@ def of_task(table: Callable[[dict[str, Any]], Table], task: str) -> Callable[[],
 
 def exits_table() -> Table:
     studies = {task: read(f"tasks/{task}.json") for task in ("chains", "programs")}
-    return depth_tasks.exits_table(studies, ("acceleration/state", "step_norm/state", "kl"))
+    rules = ("acceleration/state", "step_norm/state", "step_norm/state x3", "kl", "kl x3")
+    return depth_tasks.exits_table(studies, rules)
 
 
 TABLES: dict[str, Callable[[], Table]] = {
