@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
+from rich.console import Console
 
 from evaluation import demo
 from recurrent_gpt2 import FixedLoops, KLExit
+from tests.helpers import ROOT
 
 
 def test_the_demo_shows_every_policy_and_writes_the_report(trained, tmp_path, capsys):
@@ -16,6 +19,21 @@ def test_the_demo_shows_every_policy_and_writes_the_report(trained, tmp_path, ca
     page = tmp_path / "demo" / "report.html"
     assert page.exists()
     assert printed.splitlines()[-1] == f"The report is written: open {page} in a browser."
+
+
+def test_a_program_is_shown_with_the_loops_that_its_lines_need_and_took(capsys):
+    demo.show_program(Console(width=120), str(ROOT / "checkpoints/recurrent-gpt2-programs"))
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    shown = {cells[1].strip(): [cell.strip() for cell in cells[2:6]] for cells in lines}
+    assert shown["x4 = x3 - x2"][:3] == ["4", "yes", "2"]
+    assert all(right == "yes" for _, right, _, _ in shown.values())
+    needed, taken = zip(*((int(needs), int(took.split()[0])) for _, _, needs, took in shown.values()), strict=True)
+    assert np.corrcoef(needed, taken)[0, 1] > 0.8
+
+
+def test_a_program_that_is_wrong_is_a_sentence():
+    with pytest.raises(ValueError, match="line 1 refers to x2"):
+        demo.show_program(Console(), str(ROOT / "checkpoints/recurrent-gpt2-programs"), "x0 = 3\nx1 = x2 + x0")
 
 
 def test_the_checkpoints_own_policy_comes_first():

@@ -48,3 +48,8 @@ def test_tables_have_the_numbers_of_every_seed(study):
     assert depth_tasks.frozen_table(study).rows[0] == ["kl", "0.1", "3.00", "0.990", "2.90", "0.995"]
     assert depth_tasks.ideal_table(study).rows[0] == ["needed + 0", "2.00", "0.4000"]
     assert depth_tasks.deeper_table(study).rows == [["2 fixed loops", "2.0", "0.2000"], ["kl", "5.0", "0.9000"]]
+
+
+def test_the_table_of_exits_has_means_over_seeds_and_only_rules_that_lose_nothing_in_any(study):
+    rows = depth_tasks.exits_table({"chains": study}, ("kl", "confidence")).rows
+    assert rows == [["chains", "2 fixed loops", "2", "1.0000", ""], ["", "kl", "3.00", "0.9900", "0.700"]]
