@@ -22,6 +22,7 @@ import numpy as np
 from .task import NO_ANSWER, Task, TaskBatch, register_task
 
 TOKENS_PER_LINE = 3
+FULL = 0.75  # the share of programs with all lines: late lines are learned last
 
 
 @register_task("programs")
@@ -33,8 +34,8 @@ class Programs(Task):
             line it is for, so lines of this height are not asked for in training.
         lines: Lines of a program.
         modulus: Of the arithmetic; a digit each.
-        shortest: Half of the programs are shorter than `lines`, but no shorter than this, so that a question may stand
-            anywhere; line ends fill what is left.
+        shortest: A quarter of the programs are shorter than `lines`, but no shorter than this, so that a question may
+            stand anywhere; line ends fill what is left.
         queries: Names that are asked for behind the program, in random order.
         literals: Probability that a line holds a digit; the first does, and the next ones do more often than this.
         recent: How much more likely late lines are to be the first operand: it makes programs deep.
@@ -99,7 +100,7 @@ class Programs(Task):
             operands[1, :, line] = (likings[1, :, line, :line] - too_deep).argmax(1)
             height = 1 + np.maximum(*(heights[rows, which] for which in operands[:, :, line]))
             heights[:, line] = np.where(is_digit[:, line], 0, height)
-        lengths = np.where(rng.random(n) < 0.5, self.lines, rng.integers(self.shortest, self.lines + 1, size=n))
+        lengths = np.where(rng.random(n) < FULL, self.lines, rng.integers(self.shortest, self.lines + 1, size=n))
         places = rng.random(shape)
         left_out = (heights >= depth) | (np.arange(self.lines) >= lengths[:, None])
         asked = np.where(left_out, 2.0, places).argsort(1)[:, : self.queries]
