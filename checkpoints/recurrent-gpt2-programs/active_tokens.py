@@ -1,0 +1,1 @@
+../../recurrent_gpt2/active_tokens.py

@@ -1,0 +1,1 @@
+../../recurrent_gpt2/configuration_recurrent_gpt2.py

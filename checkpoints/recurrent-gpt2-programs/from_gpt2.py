@@ -1,0 +1,1 @@
+../../recurrent_gpt2/from_gpt2.py

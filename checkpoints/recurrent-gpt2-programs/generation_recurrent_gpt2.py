@@ -1,0 +1,1 @@
+../../recurrent_gpt2/generation_recurrent_gpt2.py

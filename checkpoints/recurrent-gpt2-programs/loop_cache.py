@@ -1,0 +1,1 @@
+../../recurrent_gpt2/loop_cache.py

@@ -1,0 +1,1 @@
+../../recurrent_gpt2/modeling_recurrent_gpt2.py
