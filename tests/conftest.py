@@ -18,6 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from recurrent_gpt2.exit_policies import _OF_USERS
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # two workers on two cores; models here are too small for threads anyway
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,3 +33,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[end]", pad_token="[end]")
+
+
+@pytest.fixture(autouse=True)
+def _policies_end_with_their_test():
+    """What a test registers is not there for the next one, which may go through all policies."""
+    before = dict(_OF_USERS)
+    yield
+    _OF_USERS.clear()
+    _OF_USERS.update(before)
