@@ -1,8 +1,9 @@
 """Configuration of RecurrentGPT2: a GPT-2-like decoder in which groups of layers are looped independently."""
 
 import math
+import sys
 from dataclasses import field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig, strict
@@ -10,7 +11,9 @@ from transformers.configuration_utils import PreTrainedConfig, strict
 STATE_INITS = ("noise", "zeros", "input")
 INITIALIZERS = ("takase", "normal")
 CACHE_STRATEGIES = ("per_step", "last_step")
+NORMS = ("rms_norm", "layer_norm")
 GPT2_END_OF_TEXT = 50256
+LORA_TARGETS = ("qkv_proj", "o_proj", "up_proj", "down_proj")  # the matrices of the blocks
 # Bounds beyond which nothing is meant and much breaks, in ways that do not say why.
 MAX_LOOPS = 10_000
 MAX_SIZE = 2**31 - 1
@@ -32,7 +35,11 @@ class RecurrentGPT2Config(PreTrainedConfig):
             As in GPT-2, whose names (`n_embd`, `n_layer`, `n_head`, `n_positions`) work too.
         intermediate_size: Width of the MLP; 4 x `hidden_size` when left out.
         hidden_act: Activation of the MLP.
-        rms_norm_eps: Epsilon of every RMSNorm.
+        norm: `rms_norm`, or `layer_norm` (with a bias), as GPT-2 has.
+        rms_norm_eps: Epsilon of every norm, of whichever kind.
+        output_norms: Whether a block has norms on the sums behind attention and MLP (n2 and n4). GPT-2 has none.
+        use_bias: Whether the projections of attention and MLP have biases, as in GPT-2.
+        scale_embeddings: Whether embeddings are multiplied by sqrt(`hidden_size`) on the way in. GPT-2's are not.
         embd_dropout, attention_dropout, resid_dropout: Dropout after the embeddings, on the attention weights, and on
             the output of attention and MLP.
         initializer: `takase` (std sqrt(2 / 5d), truncated at 3 sigma, output projections divided by sqrt(2 L_eff)) or
@@ -52,6 +59,12 @@ class RecurrentGPT2Config(PreTrainedConfig):
 
     model_type = "recurrent_gpt2"
     keys_to_ignore_at_inference = ["past_key_values", "loop_steps", "loop_trajectory"]
+    base_model_tp_plan = {
+        "layers.*.attention.qkv_proj": "packed_qkv",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
     attribute_map = {
         "n_embd": "hidden_size",
         "n_layer": "num_hidden_layers",
@@ -71,7 +84,11 @@ class RecurrentGPT2Config(PreTrainedConfig):
     intermediate_size: int | None = None
     max_position_embeddings: int = 512
     hidden_act: str = "silu"
+    norm: str = "rms_norm"
     rms_norm_eps: float = 1e-6
+    output_norms: bool = True
+    use_bias: bool = False
+    scale_embeddings: bool = True
     embd_dropout: float | int = 0.0
     attention_dropout: float | int = 0.0
     resid_dropout: float | int = 0.0
@@ -113,6 +130,14 @@ class RecurrentGPT2Config(PreTrainedConfig):
         if any(type(count) is not int or not 1 <= count <= MAX_LOOPS for count in counts):
             raise ValueError(f"`num_loops` is {num_loops}: every count must be an int from 1 to {MAX_LOOPS}.")
         return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """As every config's. PEFT asks for it, and then for default targets in a table of its own, by `model_type`:
+        where PEFT is in use, they are put there, so that `LoraConfig(target_modules=...)` can be left out."""
+        peft = sys.modules.get("peft.utils.constants")  # no import: it is not needed otherwise
+        table = getattr(peft, "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING", {})
+        table.setdefault(self.model_type, list(LORA_TARGETS))
+        return super().to_dict()
 
     @property
     def stages(self) -> list[Stage]:
@@ -167,6 +192,7 @@ class RecurrentGPT2Config(PreTrainedConfig):
             "state_init": STATE_INITS,
             "initializer": INITIALIZERS,
             "cache_strategy": CACHE_STRATEGIES,
+            "norm": NORMS,
             "hidden_act": ACT2FN,
         }
         for name, choices in allowed.items():
