@@ -27,7 +27,7 @@ from .modeling_recurrent_gpt2 import (
     sample_num_loops,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 AutoConfig.register("recurrent_gpt2", RecurrentGPT2Config, exist_ok=True)
 AutoModel.register(RecurrentGPT2Config, RecurrentGPT2Model, exist_ok=True)

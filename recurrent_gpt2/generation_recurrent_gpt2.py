@@ -49,12 +49,23 @@ class LoopGenerationMixin(GenerationMixin):
     continuous_batching_context_manager = init_continuous_batching
     generate_batch = init_continuous_batching
 
-    def draft(self, num_loops: int | list[int], exit_policy: Any = None):
-        """This model with fewer loops and the same weights, to be the `assistant_model` of `generate`."""
+    def draft(self, num_loops: int | list[int], exit_policy: Any = None, num_tokens: int = 4):
+        """This model with fewer loops and the same weights, to be the `assistant_model` of `generate`.
+
+        Args:
+            num_loops: Of a draft; with an exit policy, the most.
+            exit_policy: When the tokens of a draft leave their loops.
+            num_tokens: That are drafted before they are verified, always as many, however confident the draft is.
+        """
+        if not isinstance(num_tokens, int) or num_tokens < 1:
+            raise ValueError(f"`num_tokens` is {num_tokens!r}, but must be a positive number of tokens.")
         draft = copy.copy(self)
         draft.generation_config = copy.deepcopy(self.generation_config)
         draft.generation_config.num_loops = self.config.loops_per_group(num_loops)
         draft.generation_config.exit_policy = exit_policy
+        draft.generation_config.num_assistant_tokens = num_tokens
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
         return draft
 
     def _prepare_generation_config(self, generation_config, **kwargs):

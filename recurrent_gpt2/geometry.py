@@ -146,8 +146,12 @@ class LoopGeometry:
     """Moments of everything above, per group and step, over any number of batches of trajectories."""
 
     PER_STEP = ("step_norm", "step_cosine", "contraction_ratio", "acceleration", "acceleration_step")
+    BANDS = {"low": 0.1, "high": 0.9}  # percentiles over tokens, of step norms and cosines
 
     def __init__(self, num_groups: int):
+        self.values: list[dict[str, list]] = [
+            {name: [] for name in ("step_norm", "step_cosine")} for _ in range(num_groups)
+        ]
         self.per_step = [{name: RunningMoments() for name in self.PER_STEP} for _ in range(num_groups)]
         self.above_floor = [RunningMoments() for _ in range(num_groups)]
         boundaries = range(max(num_groups - 1, 0))
@@ -168,6 +172,8 @@ class LoopGeometry:
             moments["acceleration"].update(accelerations(states).T)
             moments["acceleration_step"].update(accelerations(states, "step").T, pairs)
             self.above_floor[group].update(valid)
+            self.values[group]["step_norm"].append(step_norms(states).T)
+            self.values[group]["step_cosine"].append(step_cosines(states).T.where(pairs, torch.nan))
         for group, moments in enumerate(self.drift):
             moments["as_printed"].update(drift_to_loop_ratio(flat[group], flat[group + 1]))
             moments["net"].update(net_drift_to_loop_ratio(flat[group], flat[group + 1]))
@@ -176,7 +182,7 @@ class LoopGeometry:
         """JSON-able: lists over steps per group, and numbers per boundary between groups."""
         return {
             "groups": [
-                {name: moments.to_dict() for name, moments in of_group.items()}
+                {name: moments.to_dict() | self._bands(group, name) for name, moments in of_group.items()}
                 | {"above_floor": self.above_floor[group].mean.tolist()}
                 for group, of_group in enumerate(self.per_step)
             ],
@@ -184,3 +190,12 @@ class LoopGeometry:
                 {name: moments.to_dict() for name, moments in of_boundary.items()} for of_boundary in self.drift
             ],
         }
+
+    def _bands(self, group: int, name: str) -> dict[str, list]:
+        """On a log axis percentiles can be drawn, and a mean minus a deviation, which may be negative, can't."""
+        kept = self.values[group].get(name)
+        if not kept:
+            return {}
+        steps = torch.cat(kept).unbind(-1)  # one by one, since a quantile takes 16 M values at most
+        return {band: [_nan_to_none(step.nanquantile(share).item()) for step in steps]
+                for band, share in self.BANDS.items()}  # fmt: skip

@@ -48,14 +48,24 @@ class Slot(DynamicLayer):
                 self.values = torch.cat([self.values[:, :, :start], values], dim=2)
             return self.keys, self.values
         end = start + keys.shape[2]
+        room = self.reserve(start, end, keys)
+        room[0][:, :, start:end], room[1][:, :, start:end] = keys, values
+        return self.keys, self.values
+
+    def reserve(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts tokens up to `end`, and returns the room into which those from `start` on must then be written."""
         room = self._room
         # A tensor that was made in inference mode can't be written to once that is left.
         is_read_only = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
         if room is None or room[0].shape[2] < end or is_read_only:
-            room = self._room = self._make_room(start, end, keys)
-        room[0][:, :, start:end], room[1][:, :, start:end] = keys, values
+            room = self._room = self._make_room(start, end, like)
         self.keys, self.values = room[0][:, :, :end], room[1][:, :, :end]
-        return self.keys, self.values
+        return room
+
+    def reserve_next(self, loop_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for one more token of every row."""
+        start = self.get_seq_length()
+        return self.reserve(start, start + 1, self.keys)
 
     def _make_room(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, _, head_dim = like.shape
@@ -129,6 +139,13 @@ class PerStepLayer(CacheLayerMixin):
             key_states = _merge(key_states, previous and previous.keys[:, :, start:], active)
             value_states = _merge(value_states, previous and previous.values[:, :, start:], active)
         return slot.write(start, key_states, value_states)
+
+    def reserve_next(self, loop_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for one more token of every row at a loop step."""
+        if loop_step == 0:
+            self._chunk_start = self.get_seq_length()
+        slot, previous = self._slots_of(loop_step)
+        return slot.reserve(self._chunk_start, self._chunk_start + 1, (previous or slot).keys)
 
     def _slots_of(self, loop_step: int) -> tuple[Slot, Slot | None]:
         """The slot to write, and the one that holds the chunk's tokens as of the step before."""

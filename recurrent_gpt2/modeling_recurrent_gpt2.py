@@ -11,6 +11,7 @@ keys and values of its last step, and nothing more is computed for it.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,27 +25,33 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, PackedColwiseParallel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import TransformersKwargs, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
+from .compiled_decoding import CompiledDecoding
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
-from .fast_layers import LOAD_AGAIN, PRECISIONS, replace_layers
-from .from_gpt2 import config_from_gpt2, load_gpt2_weights
+from .fast_layers import LOAD_AGAIN, PRECISIONS, PackedLinear, give_up_weights, replace_layers
+from .from_gpt2 import config_from_gpt2, load_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
+
+logger = logging.get_logger(__name__)
 
 # Start states (Geiping et al.): truncated at 3 sigma, standard deviation sqrt(2/5) per coordinate.
 START_STATE_STD = math.sqrt(2 / 5)
 # Attention kernels that take any set of queries with a mask to match. Others compute all tokens and freeze some.
 GATHERING_KERNELS = ("sdpa", "eager")
+# The attention of vLLM's own Transformers backend, which knows nothing of loops; `vllm_engine.py` has another.
+PLAIN_VLLM_ATTENTION = "vllm"
 # Where a checkpoint's own copy of the code has the classes.
 AUTO_MAP = {
     "AutoConfig": "configuration_recurrent_gpt2.RecurrentGPT2Config",
@@ -73,17 +80,20 @@ class RecurrentCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_trajectory: tuple[torch.Tensor, ...] | None = None
 
 
-def sample_num_loops(config: RecurrentGPT2Config, generator: torch.Generator | None = None) -> list[int]:
+def sample_num_loops(
+    config: RecurrentGPT2Config, generator: torch.Generator | None = None, share: float = 1.0
+) -> list[int]:
     """Draws the training loop counts: one per group, 1 + Poisson(rate), rate ~ LogNormal(ln r - sigma^2 / 2, sigma).
 
     The rate has mean r = `config.mean_loops`, so the count has mean r + 1 and variance r + r^2 (exp(sigma^2) - 1).
-    Without a sigma nothing is drawn: the count is r.
+    Without a sigma nothing is drawn: the count is r. `share`, from 0 (one loop) to 1, is for a beginning with fewer
+    loops: the rate is that share of what is drawn.
     """
     if config.loop_sigma is None:
-        return [int(config.mean_loops)] * len(config.loop_groups)
+        return [max(1, round(config.mean_loops * share))] * len(config.loop_groups)
     mu = math.log(config.mean_loops) - config.loop_sigma**2 / 2
     normal = torch.randn(len(config.loop_groups), generator=generator)
-    rate = torch.exp(mu + config.loop_sigma * normal)
+    rate = share * torch.exp(mu + config.loop_sigma * normal)
     return (1 + torch.poisson(rate, generator=generator)).long().tolist()
 
 
@@ -119,8 +129,8 @@ class RecurrentGPT2Attention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
 
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.use_bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.use_bias)
         self.o_proj.is_output_projection = True  # type: ignore[assignment]
 
     def forward(
@@ -132,8 +142,9 @@ class RecurrentGPT2Attention(nn.Module):
         active: ActiveTokens | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batch, length, hidden = hidden_states.shape  # 1, n, hidden if only the active tokens are here
-        qkv = self.qkv_proj(hidden_states).view(batch, length, 3, self.num_heads, self.head_dim)
+        # hidden_states: [batch, length, hidden], or [1, n, hidden] if only the active tokens are here. The number of
+        # heads is read off: with tensor parallelism, a process has some of them.
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = qkv.unbind(2)
         if active is not None:
             query = active.pad(query)
@@ -155,15 +166,34 @@ class RecurrentGPT2Attention(nn.Module):
         )  # output: [batch, queries, heads, head_dim]
         if active is not None:
             output = active.unpad(output)
-        return self.o_proj(output.reshape(batch, length, hidden)), weights
+        return self.o_proj(output.reshape(*hidden_states.shape[:2], qkv.shape[3] * self.head_dim)), weights
+
+
+class PackedQKVParallel(PackedColwiseParallel):
+    """Tensor parallelism of `qkv_proj`: a process has its heads of the queries, of the keys and of the values."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        whole = module._parameters.get(param)
+        if whole is None:
+            return
+        if whole.shape[0] // 3 % mesh.size() != 0:
+            raise ValueError(f"a hidden size of {whole.shape[0] // 3} can't be shared out to {mesh.size()} processes.")
+        shard = distribute_tensor(whole, mesh, [_StridedShard(dim=0, split_factor=3)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+
+
+ALL_PARALLEL_STYLES.register("packed_qkv", PackedQKVParallel(split_factor=3))
 
 
 class RecurrentGPT2MLP(nn.Module):
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__()
         width = config.intermediate_size or 4 * config.hidden_size
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.use_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.use_bias)
         self.down_proj.is_output_projection = True  # type: ignore[assignment]
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -171,17 +201,22 @@ class RecurrentGPT2MLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
 
 
+def make_norm(config: RecurrentGPT2Config) -> nn.Module:
+    norm = nn.RMSNorm if config.norm == "rms_norm" else nn.LayerNorm
+    return norm(config.hidden_size, eps=config.rms_norm_eps)
+
+
 class RecurrentGPT2Block(GradientCheckpointingLayer):
-    """A sandwich block: a = n2(x + Attention(n1(x))), y = n4(a + MLP(n3(a)))."""
+    """A sandwich block: a = n2(x + Attention(n1(x))), y = n4(a + MLP(n3(a))). GPT-2's has no n2 and n4."""
 
     def __init__(self, config: RecurrentGPT2Config, layer_idx: int):
         super().__init__()
-        self.attention_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_input_norm = make_norm(config)
         self.attention = RecurrentGPT2Attention(config, layer_idx)
-        self.attention_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp_input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_output_norm = make_norm(config) if config.output_norms else nn.Identity()
+        self.mlp_input_norm = make_norm(config)
         self.mlp = RecurrentGPT2MLP(config)
-        self.mlp_output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_output_norm = make_norm(config) if config.output_norms else nn.Identity()
         self.resid_dropout = config.resid_dropout
 
     def forward(
@@ -227,12 +262,17 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": RecurrentGPT2Block, "attentions": RecurrentGPT2Attention}
+    _can_record_outputs = {"hidden_states": OutputRecorder(RecurrentGPT2Block), "attentions": RecurrentGPT2Attention}
+    # `output_hidden_states=[3, 9]` counts applications of layers. How many there will be is known after the pass only:
+    # no field of the config has their number, and indices from the end are refused.
+    _can_record_outputs["hidden_states"].num_hidden_layers_key = "number of layer applications"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             self._init_matrix(module.weight, getattr(module, "is_output_projection", False))
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, RecurrentGPT2Model):
             init.copy_(module.start_noise, module.make_start_noise())
         else:
@@ -265,29 +305,52 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
     is_optimized = False  # for inference
 
-    def optimize_for_inference(self, weights: str = "float32"):
+    def optimize_for_inference(self, weights: str = "float32", compile: bool = False):
         """Makes the model faster on CPU and returns it. One call after loading; there is no way back.
 
-        Large matrices are laid out once for products (`weights`: the precision that they are kept in), in place of the
-        stock weights, and norms take fewer operations: see `fast_layers.py`. Nothing is held twice, so an optimised
-        model can't be trained, adapted, quantised, converted or saved: load it again for that.
+        Large matrices are laid out once for products, in place of the stock weights, and norms take fewer operations:
+        see `fast_layers.py`. Nothing is held twice, so an optimised model, of any size, can't be trained, adapted,
+        quantised, converted or saved: load it again for that.
+
+        Args:
+            weights: The precision that the matrices are kept in: "float32" (the same results up to rounding),
+                "bfloat16" or "int8" (faster and smaller; calibrate exits again). Embeddings, and a head that shares
+                their weight, stay in float32.
+            compile: Compile the steps of decoding too, which takes seconds, and a C++ compiler. For small models, whose
+                time goes by between operations; a large one, whose matrices are packed, would gain nothing.
         """
         if weights not in PRECISIONS:
             raise ValueError(f"`weights` is {weights!r}, but must be one of {', '.join(PRECISIONS)}.")
         if self.is_optimized:
             raise ValueError("this model is optimised for inference already.")
-        if is_fsdp_managed_module(self) or any(p.device.type != "cpu" or p.is_meta for p in self.parameters()):
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_sharded = (is_distributed and is_fsdp_managed_module(self)) or any(
+            hasattr(p, "placements") for p in self.parameters()
+        )  # DTensors
+        if is_sharded or any(p.device.type != "cpu" or p.is_meta for p in self.parameters()):
             raise ValueError("`optimize_for_inference` is for models that are whole and on the CPU.")
         if self.dtype != torch.float32 or getattr(self, "hf_quantizer", None) is not None:
             raise ValueError(f"the model is quantised or in {self.dtype}: load it in float32 to optimise it.")
         if any(type(module).__module__.startswith("peft.") for module in self.modules()):
             raise ValueError("the model has adapters: merge and unload them (`merge_and_unload()`) to optimise it.")
-        replace_layers(self)
+        replace_layers(self, weights)
+        give_up_weights(self)
         self.requires_grad_(False)
+        if compile:
+            self._compile_decoding()
         for module in self.modules():  # the base model too, which may be saved or trained on its own
             if isinstance(module, RecurrentGPT2PreTrainedModel):
                 module.is_optimized = True
         return self.eval()
+
+    def _compile_decoding(self) -> None:
+        base = self.base_model
+        if any(isinstance(module, PackedLinear) for module in base.layers.modules()):
+            logger.warning("nothing was compiled: the model is so large that its matrices are packed.")
+        elif base.config.loop_noise > 0 or base.config._attn_implementation != "sdpa":
+            logger.warning("nothing was compiled: that is for models with `sdpa` attention and without `loop_noise`.")
+        else:
+            base.eval().compiled_decoding = CompiledDecoding(base)
 
     def train(self, mode: bool = True):
         if mode and self.is_optimized:
@@ -354,6 +417,7 @@ class ForwardPass:
     cache: LoopCache | None
     freeze: bool  # compute all tokens and freeze the inactive, for kernels that can't take the active ones alone
     layer_arguments: dict[str, Any]
+    compiled: CompiledDecoding | None = None  # to run the stages by
     loop_steps: list[torch.Tensor] = field(default_factory=list)  # of each group, [batch, seq]
     trajectories: list[torch.Tensor] = field(default_factory=list)  # of each group, [steps + 1, batch, seq, hidden]
     _dense_mask: torch.Tensor | None = None
@@ -379,18 +443,22 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     """The network is a sequence of stages (`config.stages`), run in order for all tokens: layers that are applied once
     (`run_layers`), and loop groups (`run_group`: `enter`, `step` until all tokens have left, `leave`)."""
 
+    compiled_decoding: CompiledDecoding | None = None  # where `optimize_for_inference` was asked for it
+
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.embedding_scale = math.sqrt(config.hidden_size)
+        self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
         self.dropout = nn.Dropout(config.embd_dropout)
         self.layers = nn.ModuleList(RecurrentGPT2Block(config, index) for index in range(config.num_hidden_layers))
         self.loop_inputs = nn.ModuleList(RecurrentGPT2LoopInput(config) for _ in config.loop_groups)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = make_norm(config)
         self.register_buffer("start_noise", self.make_start_noise(), persistent=False)
         self.register_load_state_dict_post_hook(_fill_start_noise)
         self.gradient_checkpointing = False
+        if config._attn_implementation == PLAIN_VLLM_ATTENTION:
+            _check_plain_vllm()
         self.post_init()
 
     def make_start_noise(self) -> torch.Tensor:
@@ -467,6 +535,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
 
     def run_layers(self, layers: list[int], hidden_states: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """A stage of layers that are applied once."""
+        if run.compiled is not None:
+            return run.compiled(layers, hidden_states, run.cache)
         arguments = {"attention_mask": run.attention_mask, **run.cache_arguments(), **run.layer_arguments}
         for index in layers:
             hidden_states = self.layers[index](hidden_states, **arguments)
@@ -524,6 +594,9 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     def _next_state(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
         """s(k+1) of the active tokens, from `loop.state` = s(k)."""
         state, active = loop.state, loop.active
+        if run.compiled is not None and active is None:
+            layers = self.config.loop_groups[loop.group]
+            return run.compiled(layers, state, run.cache, loop.steps, loop.group, loop.projected_input)
         if self.config.loop_noise > 0:
             state = state + self.config.loop_noise * self._step_noise(loop)
         arguments = run.layer_arguments | run.cache_arguments(loop_step=loop.steps)
@@ -627,12 +700,17 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         some_inactive = plan.is_adaptive or leaves_padding_out
         recorded = ("output_hidden_states", "output_attentions")
         records = any(layer_arguments.get(name) or getattr(config, name) for name in recorded)
-        freeze = some_inactive and (records or config._attn_implementation not in GATHERING_KERNELS)
+        gathers = config._attn_implementation in GATHERING_KERNELS or getattr(cache, "takes_active_tokens", False)
+        freeze = some_inactive and (records or not gathers)
         if cache is None and some_inactive and not freeze:
             cache = LoopCache(config, "last_step")  # for the chunk's own keys and values, while it loops
+        compiled = self.compiled_decoding
+        if compiled is not None and (records or not compiled.takes(inputs_embeds, cache, mask)):
+            compiled = None
         return ForwardPass(
-            plan, position_ids, mask, make_dense_mask, real_tokens, leaves_padding_out, cache, freeze, layer_arguments
-        )
+            plan, position_ids, mask, make_dense_mask, real_tokens, leaves_padding_out, cache, freeze, layer_arguments,
+            compiled,
+        )  # fmt: skip
 
     def _leaves_padding_out(self, real_tokens: torch.Tensor | None, cache: LoopCache | None, plan: LoopPlan) -> bool:
         """Whether there is padding to leave out of loops. There may be some that stays: in training (whose batches are
@@ -657,10 +735,13 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     ) -> None:
         if torch.compiler.is_compiling():
             return
+        rows, length = inputs_embeds.shape[:2]
+        if 0 in (rows, length):
+            raise ValueError(f"the input has {rows} row(s) of {length} tokens: there is nothing to run.")
         past = 0 if cache is None else cache.get_seq_length()
         limit = self.config.max_position_embeddings
         # Reading positions makes a GPU wait: there, only a text that may be too long is looked at.
-        if position_ids.device.type != "cpu" and past + inputs_embeds.shape[1] <= limit:
+        if position_ids.device.type != "cpu" and past + length <= limit:
             return
         first, last = int(position_ids.min()), int(position_ids.max())
         if first < 0 or last >= limit:
@@ -683,6 +764,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
 
 class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
@@ -693,22 +775,20 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
     @classmethod
     def from_gpt2(
         cls,
-        gpt2: GPT2LMHeadModel | str,
+        gpt2: GPT2LMHeadModel | str | Path,
         loop_groups: list[list[int]] | None = None,
-        calibration_ids: torch.Tensor | None = None,
+        allow_pickle: bool = False,
         **settings: Any,
     ) -> "RecurrentGPT2ForCausalLM":
-        """A looped model that starts from a pretrained GPT-2 (a model, or a name or folder to load).
+        """A looped model that computes what a pretrained GPT-2 (a model, or a name or folder to load) computes.
 
-        `calibration_ids` [batch, length] is text to measure GPT-2 on; it samples some where none is given. `settings`
-        are fields of the config. `model.conversion_report` says what was carried over, initialized and dropped.
+        `allow_pickle` reads weights that are not in safetensors format too, by PyTorch's restricted unpickler
+        (`weights_only`). `settings` are fields of the config. See `from_gpt2.py` for what is done.
         """
-        if isinstance(gpt2, str):
-            gpt2 = GPT2LMHeadModel.from_pretrained(gpt2)
-        was_training = gpt2.training
-        model = cls(config_from_gpt2(gpt2, loop_groups, **settings))
-        model.conversion_report = load_gpt2_weights(model, gpt2.eval(), calibration_ids)
-        gpt2.train(was_training)
+        if not isinstance(gpt2, GPT2LMHeadModel):
+            gpt2 = load_gpt2(gpt2, allow_pickle)
+        model = cls(config_from_gpt2(gpt2, loop_groups, **settings)).to(gpt2.dtype)
+        load_gpt2_weights(model, gpt2)
         return model.eval()
 
     @can_return_tuple
@@ -777,6 +857,29 @@ def _fill_start_noise(model: RecurrentGPT2Model, incompatible_keys: Any) -> None
 
 def _no_head(states: torch.Tensor) -> torch.Tensor:
     raise ValueError("this exit policy decodes states, and needs a head: use it with `RecurrentGPT2ForCausalLM`.")
+
+
+def _check_plain_vllm() -> None:
+    """Refuses what would make an answer of vLLM's own Transformers backend depend on what else is asked.
+
+    It keeps one slot of keys and values a layer. Within a pass tokens see each other step by step, across passes
+    through last steps only: a prompt that is cut, or partly taken from a cache, would give other tokens.
+    """
+    settings = sys.modules["vllm.config"].get_current_vllm_config()
+    on = {
+        "--no-enable-chunked-prefill": settings.scheduler_config.enable_chunked_prefill,
+        "--no-enable-prefix-caching": settings.cache_config.enable_prefix_caching,
+    }
+    advice = (
+        "install the package `recurrent-gpt2` beside vLLM and leave out `--model-impl`, for exits, for a slot of keys "
+        "and values per loop step, and for several devices"
+    )
+    if settings.parallel_config.world_size > 1:
+        raise ValueError(f"several devices are not for vLLM's own Transformers backend: {advice}.")
+    if any(on.values()):
+        flags = " ".join(flag for flag, is_on in on.items() if is_on)
+        raise ValueError(f"here the answer to a prompt would depend on how it is cut: add {flags}, or {advice}.")
+    logger.warning(f"vLLM's Transformers backend runs fixed loops and sees past tokens through last steps: {advice}.")
 
 
 # A saved model carries the code that it needs.

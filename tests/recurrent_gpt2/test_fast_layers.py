@@ -2,16 +2,18 @@
 
 import copy
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM, fast_layers
-from recurrent_gpt2.fast_layers import LeanRMSNorm, PackedLinear
+from recurrent_gpt2.fast_layers import PRECISIONS, LeanRMSNorm, PackedLinear
 from tests.helpers import random_ids, tiny_model
 
 POLICY = {"name": "step_norm", "normalize": "state", "threshold": 0.3}
@@ -34,6 +36,38 @@ def test_packed_products_are_the_stock_ones(shape, bias):
     layer, x = nn.Linear(48, 80, bias=bias), torch.randn(*shape, 48)
     with torch.no_grad():
         torch.testing.assert_close(PackedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bfloat16", 0.01), ("int8", 0.03)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_less_precision_are_near_and_depend_on_no_other_row(precision, bound, bias):
+    layer, x = nn.Linear(256, 320, bias=bias), torch.randn(5, 9, 256) * torch.logspace(-3, 3, 9)[None, :, None]
+    x[0, 0] = 0
+    with torch.no_grad():
+        packed, stock = PRECISIONS[precision](layer)(x), layer(x)
+        error = (packed - stock).norm(dim=-1) / stock.norm(dim=-1).clamp_min(1e-9)
+        assert error.max() < bound
+        assert error.max() > 1e-4  # it is in less precision
+        alone = torch.stack([PRECISIONS[precision](layer)(row[None])[0] for row in x.flatten(0, 1)])
+        torch.testing.assert_close(packed.flatten(0, 1), alone, atol=0, rtol=1e-6 if precision == "int8" else 0.01)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize("policy", [None, POLICY])
+def test_a_pass_is_decoding_in_less_precision_too(any_size, precision, policy):
+    model, ids = tiny_model(0.3), random_ids(2, 12)
+    with torch.no_grad():
+        stock = model(ids, exit_policy=policy).logits
+        model.optimize_for_inference(weights=precision)
+        whole, decoded, cache = model(ids, exit_policy=policy), [], None
+        for place in range(ids.shape[1]):
+            output = model(ids[:, [place]], past_key_values=cache, use_cache=True, exit_policy=policy)
+            cache = output.past_key_values
+            decoded.append(output)
+    spread = whole.logits.std()
+    assert (torch.cat([o.logits for o in decoded], 1) - whole.logits).abs().max() < 1e-3 * spread
+    assert torch.equal(torch.cat([o.loop_steps for o in decoded], 1), whole.loop_steps)
+    assert 1e-4 * spread < (whole.logits - stock).abs().mean() < 0.2 * spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -66,6 +100,38 @@ def test_all_matrices_of_the_blocks_and_no_shared_one_are_packed(any_size):
     assert "lm_head" in packed_layers(tiny_model(tie_word_embeddings=False).optimize_for_inference())
 
 
+@pytest.mark.parametrize(("precision", "bound"), [("bfloat16", 0.01), ("int8", 0.02)])
+def test_a_shared_head_and_its_embedding_are_kept_in_less_precision(any_size, precision, bound):
+    model, ids = tiny_model(0.3), random_ids(2, 6)
+    shared = model.lm_head.weight.detach().clone()
+    assert model.model.embed_tokens.weight is model.lm_head.weight
+    model.optimize_for_inference(weights=precision)
+    assert isinstance(model.lm_head, PackedLinear)
+    with torch.no_grad():
+        looked_up, stock = model.model.embed_tokens(ids), nn.functional.embedding(ids, shared)
+        read = model.lm_head(torch.eye(shared.shape[1]))
+    for found, expected in ((looked_up, stock), (read, shared.T)):
+        assert 0 < (found - expected).norm() / expected.norm() < bound
+    with pytest.raises(RuntimeError, match="load it again"):
+        model.get_input_embeddings().weight.zero_()
+    held = sum(p.nbytes for p in model.parameters()) + model.model.embed_tokens._rows.nbytes
+    assert held < 0.6 * sum(p.nbytes for p in tiny_model(0.3).parameters())
+    # With a hook on either, both stay as they are.
+    watched = tiny_model()
+    watched.model.embed_tokens.register_forward_hook(lambda *_: None)
+    watched.optimize_for_inference(weights=precision)
+    assert type(watched.lm_head) is nn.Linear
+    assert watched.lm_head.weight is watched.model.embed_tokens.weight
+
+
+def test_sums_of_the_largest_integers_do_not_overflow():
+    layer, x = nn.Linear(512, 8, bias=False), torch.ones(1, 512)
+    with torch.no_grad():
+        layer.weight.fill_(0.3)
+        torch.testing.assert_close(PRECISIONS["int8"](layer)(x), layer(x))
+        torch.testing.assert_close(PRECISIONS["int8"](layer)(-x), layer(-x))
+
+
 def test_layers_that_would_not_get_faster_stay_as_they_are():
     model = tiny_model(hidden_size=256, num_hidden_layers=1, loop_groups=[[0]]).optimize_for_inference()
     assert packed_layers(model) == ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
@@ -94,6 +160,24 @@ def test_weights_are_not_held_twice():
     assert packed > 0.9 * whole
 
 
+def test_weights_are_given_up_one_by_one(any_size, monkeypatch):
+    """While one matrix is laid out, those before it are gone already."""
+    model = tiny_model()
+    weights = [weakref.ref(layer.weight) for layer in model.model.layers.modules() if isinstance(layer, nn.Linear)]
+    alive, pack = [], PackedLinear._pack
+
+    def counting(self, weight):
+        alive.append(sum(reference() is not None for reference in weights))
+        return pack(self, weight)
+
+    monkeypatch.setattr(fast_layers, "_works", lambda packed: True)  # which packs something too
+    monkeypatch.setattr(PackedLinear, "_pack", counting)
+    model.optimize_for_inference()
+    assert alive == sorted(alive, reverse=True)
+    assert alive[0] == len(weights)
+    assert alive[-1] <= 1
+
+
 @pytest.mark.parametrize(
     "attempt",
     [
@@ -117,7 +201,9 @@ def test_weights_are_not_held_twice():
         lambda model, folder: model(inputs_embeds=torch.randn(1, 3, 32, requires_grad=True)),
     ],
 )
-def test_what_would_need_the_weights_is_refused_with_a_sentence(any_size, tmp_path, attempt):
+@pytest.mark.parametrize("least_size", [1, fast_layers.LEAST_SIZE])  # all are packed, or none
+def test_what_would_need_the_weights_is_refused_with_a_sentence(least_size, tmp_path, attempt, monkeypatch):
+    monkeypatch.setattr(fast_layers, "LEAST_SIZE", least_size)
     model, ids = tiny_model(0.3).optimize_for_inference(), random_ids(1, 6)
     tokens = model.generate(ids, **GREEDY)
     with pytest.raises((ValueError, RuntimeError), match=r"optimised for inference.*load it again"):
@@ -140,6 +226,18 @@ def test_a_call_that_cannot_be_right_is_refused_with_a_sentence():
     with pytest.raises(ValueError, match="merge_and_unload"):
         adapted.optimize_for_inference()
     assert adapted.merge_and_unload().optimize_for_inference().is_optimized
+
+
+def test_a_sharded_model_is_refused_with_a_sentence(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for sharded in (lambda model: fully_shard(model), lambda model: fully_shard(model.model.layers[0]) and model):
+            model = tiny_model()
+            with pytest.raises(ValueError, match="whole and on the CPU"):
+                sharded(model).optimize_for_inference()
+            assert not model.is_optimized
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # A model that is not optimised is made of stock modules, and whatever is done to its weights counts at once.

@@ -123,6 +123,14 @@ def test_a_draft_has_its_own_loops_and_shares_the_weights(model):
     assert len(steps) < 5 * 5  # the draft did not inherit the loops of the call
 
 
+def test_a_draft_has_as_many_tokens_as_it_is_told():
+    model = tiny_model()
+    assert model.draft(2, num_tokens=7).generation_config.num_assistant_tokens == 7
+    for given in (0, -1, 2.5, None):
+        with pytest.raises(ValueError, match=rf"`num_tokens` is {given}"):
+            model.draft(2, num_tokens=given)
+
+
 def test_left_padded_batches(model):
     texts = [random_ids(1, length, seed=length) for length in (2, 7, 4)]
     ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)

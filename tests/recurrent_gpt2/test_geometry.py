@@ -130,3 +130,15 @@ def test_padding_is_left_out():
     norms = geometry.step_norms(states)[:, real]
     assert real_tokens.to_dict()["groups"][0]["step_norm"]["mean"] == pytest.approx(norms.mean(1).tolist())
     assert all_tokens.to_dict()["groups"][0]["step_norm"]["count"] == [6] * 6
+
+
+def test_bands_are_percentiles_of_all_tokens_however_they_came():
+    states = random_states(tokens=60).view(7, 4, 15, 7)
+    measured = LoopGeometry(1)
+    for row in range(4):
+        measured.update((states[:, row : row + 1],))
+    found = measured.to_dict()["groups"][0]
+    for name, values in (("step_norm", geometry.step_norms(states)), ("step_cosine", geometry.step_cosines(states))):
+        low, high = values.flatten(1).quantile(torch.tensor([0.1, 0.9], dtype=torch.float64), dim=1)
+        assert found[name]["low"] == pytest.approx(low.tolist())
+        assert found[name]["high"] == pytest.approx(high.tolist())

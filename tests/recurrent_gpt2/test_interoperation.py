@@ -3,7 +3,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids, run_fresh, tiny_model
 
 
 def test_bfloat16():
@@ -77,3 +77,39 @@ def test_lora_adapters_train_save_load_and_merge(tmp_path, targets):
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(ids).logits, adapted, atol=1e-4, rtol=1e-4)
     assert torch.equal(loaded.generate(input_ids=ids, max_new_tokens=3), merged.generate(ids, max_new_tokens=3))
+
+
+@pytest.mark.slow
+def test_lora_targets_can_be_left_out(tmp_path):
+    """By a checkpoint's own code too, whichever is imported first, the model or PEFT."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+from peft import LoraConfig, get_peft_model
+adapted = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
+print(*sorted({name.split(".lora")[0].split(".")[-1] for name, _ in adapted.named_modules() if ".lora_A." in name}))
+"""
+    assert run_fresh(code, tmp_path).split() == ["down_proj", "o_proj", "qkv_proj", "up_proj"]
+
+
+def test_adapters_of_the_library_find_the_targets_too():
+    model, ids = tiny_model(), random_ids(1, 6)
+    model.add_adapter(LoraConfig(r=4, init_lora_weights=False))
+    assert (model(ids).logits - tiny_model()(ids).logits).abs().max() > 1e-3
+
+
+def test_a_lora_target_that_does_not_exist_is_a_sentence():
+    with pytest.raises(ValueError, match=r"Target modules \{'c_attn'\} not found in the base model"):
+        get_peft_model(tiny_model(), LoraConfig(target_modules=["c_attn"]))
+
+
+def test_packed_documents_do_not_see_each_other():
+    """Of positions that begin anew, as packing without padding has them, transformers makes the mask."""
+    model, lengths = tiny_model(std=0.3, dtype=torch.float64), (7, 4, 9)
+    texts = [random_ids(1, length, seed=length) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(torch.cat(texts, 1), position_ids=positions, use_cache=False).logits
+    for text, logits in zip(texts, packed.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(logits, model(text).logits, atol=1e-10, rtol=0)

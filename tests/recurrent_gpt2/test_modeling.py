@@ -243,6 +243,16 @@ def test_hidden_states_and_attentions_have_one_entry_per_layer_application():
     assert torch.equal(output.hidden_states[-1], model.model(ids, num_loops=[2, 3, 1]).last_hidden_state)
 
 
+def test_chosen_hidden_states_are_counted_by_layer_applications():
+    """Up to transformers 5.22 the first of those that are chosen from is the first layer's output, not its input."""
+    model, ids = tiny_model(), random_ids(2, 7)
+    everything = model(ids, num_loops=[2, 3, 1], output_hidden_states=True).hidden_states
+    chosen = model(ids, num_loops=[2, 3, 1], output_hidden_states=[0, 2, 9]).hidden_states
+    assert [index for index, states in enumerate(chosen) if states is not None] == [0, 2, 9]
+    first = len(everything) - len(chosen)
+    assert all(torch.equal(chosen[index], everything[first + index]) for index in (0, 2, 9))
+
+
 def test_tuples_instead_of_dicts():
     model, ids = tiny_model(), random_ids(1, 5)
     loss, logits, *_ = model(ids, labels=ids, return_dict=False)
@@ -352,6 +362,9 @@ def test_wrong_arguments_are_clear_errors():
     for num_loops in (0, [1, 2], -3, 2.5, [1, 1, 0]):
         with pytest.raises(ValueError, match="num_loops"):
             model(ids, num_loops=num_loops)
+    for shape in ((1, 0), (0, 4)):
+        with pytest.raises(ValueError, match=r"row\(s\) of . tokens"):
+            model(torch.zeros(shape, dtype=torch.long))
     with pytest.raises(ValueError, match=r"DynamicCache.*LoopCache\(model.config\)"):
         model(ids, past_key_values=DynamicCache())
     model.train()

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
-from tests.helpers import ROOT, random_ids, run_fresh, tiny_model
-
-CODE = sorted((ROOT / "recurrent_gpt2").glob("*.py"))
+from tests.helpers import REMOTE_CODE, ROOT, random_ids, run_fresh, tiny_model
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: path.name)
-def test_remote_code_imports_torch_and_transformers_only(path):
+@pytest.mark.parametrize("name", sorted(REMOTE_CODE | {"geometry.py"}))
+def test_remote_code_imports_torch_and_transformers_only(name):
+    path = ROOT / "recurrent_gpt2" / name
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
