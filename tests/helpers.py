@@ -11,7 +11,8 @@ from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
 ROOT = Path(__file__).parents[1]
 # The files of the package that a checkpoint carries: what the model needs to run.
-REMOTE_CODE = {path.name for path in (ROOT / "recurrent_gpt2").glob("*.py")} - {"__init__.py", "geometry.py"}
+STAYS_BEHIND = {"__init__.py", "geometry.py", "serve.py", "vllm_engine.py", "vllm_plugin.py"}
+REMOTE_CODE = {path.name for path in (ROOT / "recurrent_gpt2").glob("*.py")} - STAYS_BEHIND
 LAYOUTS = {
     "three groups": [[1], [2, 3], [4]],
     "first and last layer": [[0, 1], [5]],

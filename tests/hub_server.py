@@ -1,7 +1,7 @@
 """A small Hub on loopback: enough of the Hub's HTTP interface for the real clients to push to and pull from.
 
-Repositories, branches, tags, commits and LFS objects live in memory. Private repositories need the token; a push can be
-made to break off in the middle.
+Repositories, branches, tags, commits and LFS objects live in memory; Spaces are repositories named `spaces:owner/name`.
+Private repositories need the token; a push can be made to break off in the middle.
 """
 
 import base64
@@ -62,6 +62,11 @@ class Hub(ThreadingHTTPServer):
         pass  # a client that went away
 
 
+def _of_a_space(start: re.Match) -> str:
+    """The beginning of a path of a Space, as that of a model whose name says that it is one."""
+    return "/api/models/spaces:" if start[1] else "/spaces:"
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
@@ -83,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def dispatch(self) -> None:
-        path = urlparse(self.path).path
+        path = re.sub(r"^(/api)?/spaces/", _of_a_space, urlparse(self.path).path)
         length = int(self.headers.get("Content-Length") or 0)
         self.server.requests.append((self.command, path))
         for methods, pattern, name in self.ROUTES:
@@ -147,19 +152,24 @@ class Handler(BaseHTTPRequestHandler):
             return None
         return self.readable(repo)
 
+    def address(self, repo: str) -> str:
+        return f"{self.server.url}/{repo.replace('spaces:', 'spaces/')}"
+
     # Endpoints
 
     def create_repository(self) -> None:
         if not self.has_token:
             return self.refuse()
         asked = json.loads(self.body)
-        repo = f"{asked.get('organization') or 'someone'}/{asked['name']}"
+        assert asked.get("type") != "space" or asked["sdk"] == "gradio"
+        kind = "spaces:" if asked.get("type") == "space" else ""
+        repo = f"{kind}{asked.get('organization') or 'someone'}/{asked['name']}"
         status = 409 if repo in self.server.repositories else 200
         if status == 200:
             private = asked.get("private") is True or asked.get("visibility") == "private"
             self.server.repositories[repo] = Repository(private)
             self.server.repositories[repo].commit({".gitattributes": (b"", False)}, "main")
-        return self.answer(status, {"url": f"{self.server.url}/{repo}", "name": repo, "id": repo})
+        return self.answer(status, {"url": self.address(repo), "name": repo, "id": repo})
 
     def validate_card(self) -> None:
         self.answer(200, {"errors": [], "warnings": []})
@@ -206,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
         oid = repository.commit(files, revision)
-        url = f"{self.server.url}/{repo}/commit/{oid}"
+        url = f"{self.address(repo)}/commit/{oid}"
         self.answer(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
 
     def create_reference(self, repo: str, name: str) -> None:
@@ -231,7 +241,8 @@ class Handler(BaseHTTPRequestHandler):
         commit = repository.commit_of(revision)
         if commit is None:
             return self.answer(404, {"error": "no such revision"}, X_Error_Code="RevisionNotFound")
-        siblings = [{"rfilename": path} for path in sorted(repository.commits[commit])]
+        files = sorted(repository.commits[commit].items())
+        siblings = [{"rfilename": path, "size": len(content)} for path, (content, _) in files]
         described = {"_id": repo, "id": repo, "modelId": repo, "sha": commit, "private": repository.private, "tags": []}
         return self.answer(200, {**described, "siblings": siblings, "downloads": 0, "likes": 0})
 

@@ -9,10 +9,13 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
 from .promise import guarantee_of
@@ -23,9 +26,14 @@ FIGURE = "tradeoff.png"
 
 
 def render_card(
-    checkpoint: Path, repo: str | None = None, license: str = "apache-2.0", datasets: list[str] | None = None
+    checkpoint: Path,
+    repo: str | None = None,
+    license: str = "apache-2.0",
+    datasets: list[str] | None = None,
+    base_model: str | None = None,
 ) -> ModelCard:
-    """`datasets` are names on the Hub that the model was trained on. A model of a depth task has a card of its own."""
+    """`datasets` are names on the Hub that the model was trained on, `base_model` that of what it was trained from (the
+    config's, when left out). A model of a depth task has a card of its own."""
     if (checkpoint / "depth.json").exists():
         return render_task_card(checkpoint, repo, license)
     config = _read(checkpoint / "config.json")
@@ -33,7 +41,11 @@ def render_card(
     measurements = _read(checkpoint / "results.json") or []
     name = (repo or checkpoint.resolve().name).rpartition("/")[2]
     results = evaluation_results(state, measurements)
+    base = base_model or config.get("base_model")
+    on_hub = base is not None and not base.startswith("./")  # else it is a folder that only its owner has
     data = ModelCardData(
+        base_model=base if on_hub else None,
+        base_model_relation="finetune" if on_hub else None,
         library_name="transformers",
         license=license,
         tags=["recurrent_gpt2", "recurrent-depth", "looped-transformer", "early-exit", "custom_code"],
@@ -62,6 +74,7 @@ def render_card(
         guarantee=guarantee_of(checkpoint),
         tradeoff=[tradeoff_row(row) for row in measurements],
         figure=FIGURE if (checkpoint / FIGURE).exists() else None,
+        base_model=base.removeprefix("./") if base else None,
         training=training_lines(state),
         tokens=f"{tokens_seen(state):,}" if tokens_seen(state) else None,
     )  # fmt: skip
@@ -70,10 +83,9 @@ def render_card(
 def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]) -> list[EvalResult]:
     """The model index: the validation perplexity of training, and every measurement."""
     results = []
-    evaluations = [entry for entry in state.get("log_history", []) if "eval_perplexity" in entry]
-    if evaluations:
-        how = f"{evaluated_loops(evaluations[-1])}fixed loops"
-        results.append(_perplexity("training data, held out", evaluations[-1]["eval_perplexity"], how))
+    if evaluation := last_evaluation(state, "perplexity"):
+        how = f"{evaluated_loops(evaluation)}fixed loops"
+        results.append(_perplexity("training data, held out", evaluation["eval_perplexity"], how))
     for row in measurements:
         results.append(_perplexity(row["dataset"], row["perplexity"], describe_policy(row)))
     return results
@@ -82,12 +94,17 @@ def evaluation_results(state: dict[str, Any], measurements: list[dict[str, Any]]
 def _perplexity(dataset: str, value: float, how: str) -> EvalResult:
     return EvalResult(
         task_type="text-generation",
-        dataset_type=dataset,
+        dataset_type=identifier(dataset),
         dataset_name=dataset,
         metric_type="perplexity",
         metric_name=f"perplexity, {how}",
         metric_value=round(value, 4),
     )
+
+
+def identifier(dataset: str) -> str:
+    """As the Hub wants it in a model index: a name that a dataset could have there."""
+    return re.sub(r"[^\w./]+", "-", dataset).strip("-./")
 
 
 def describe_policy(row: dict[str, Any]) -> str:
@@ -111,12 +128,24 @@ def training_lines(state: dict[str, Any]) -> list[str]:
     lines = [
         f"{state['global_step']:,} steps, {tokens_seen(state):,} tokens; last training loss {losses[-1]['loss']:.4f}"
     ]
-    evaluations = [entry for entry in state["log_history"] if "eval_loss" in entry]
-    if evaluations:
-        last = evaluations[-1]
-        how = f"{evaluated_loops(last)}fixed loops"
-        lines.append(f"validation loss {last['eval_loss']:.4f} at step {last['step']:,}, at {how}")
+    if last := last_evaluation(state, "loss"):
+        how = f"at step {last['step']:,}, at {evaluated_loops(last)}fixed loops"
+        lines.append(f"validation loss {last['eval_loss']:.4f} {how}")
+        answers = [entry for entry in state["log_history"] if "eval_tasks_accuracy" in entry]
+        if answers:
+            lines.append(
+                f"answers of tasks: {answers[-1]['eval_tasks_accuracy']:.4f} right, no loss on the rest, {how}"
+            )
     return lines
+
+
+def last_evaluation(state: dict[str, Any], measure: str) -> dict[str, Any] | None:
+    """What was logged last with this measure, of text where there were tasks beside it, as `eval_{measure}`."""
+    for entry in reversed(state.get("log_history", [])):
+        for name in (f"eval_{measure}", f"eval_text_{measure}"):
+            if name in entry:
+                return {**entry, f"eval_{measure}": entry[name]}
+    return None
 
 
 def evaluated_loops(entry: dict[str, Any]) -> str:
@@ -153,6 +182,33 @@ def check_card(checkpoint: Path, repo: str | None = None) -> None:
                 f"the card {checkpoint / 'README.md'} and the result files disagree ({kind}): the card has {stale[0]}, "
                 f"the files have {missing[0]}. Delete the card to have it written anew."
             )
+
+
+def check_metadata(card: ModelCard) -> None:
+    """Fails where the metadata of a card is not what the Hub takes. (`ModelCard.validate` asks the Hub itself.)"""
+    # Reads the model index anew, and fails where it is not whole.
+    data = ModelCardData(**card.data.to_dict(), ignore_metadata_errors=False)
+    given = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    for name, value in given.items():
+        if data.get(name) != value:
+            raise ValueError(f"the card's `{name}` is {data.get(name)!r}, but must be {value!r}.")
+    if not data.license:
+        raise ValueError("the card has no `license`.")
+    names = {"base_model": data.base_model, "datasets": data.datasets}
+    for field, value in names.items():
+        for name in [value] if isinstance(value, str) else value or []:
+            _check_name(field, name)
+    for result in data.eval_results or []:
+        _check_name("dataset.type", result.dataset_type)
+        if not isinstance(result.metric_value, int | float) or not math.isfinite(result.metric_value):
+            raise ValueError(f"the card's `{result.metric_name}` is {result.metric_value!r}, but must be a number.")
+
+
+def _check_name(field: str, name: str) -> None:
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"the card's `{field}` is {name!r}, which can't be a name on the Hub: {error}") from error
 
 
 def _facts(card: ModelCard) -> list[str]:

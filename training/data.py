@@ -145,18 +145,16 @@ class Packer:
 
 
 def collate(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch for a causal language model: text is its own target. `task` are rows that `TaskFeed` makes."""
-    texts = [block for block in blocks if "task" not in block]
-    batch = {}
-    if texts:
-        input_ids = torch.stack([torch.as_tensor(block["input_ids"]) for block in texts]).long()
-        labels = input_ids
-        if any("labels" in block for block in texts):
-            labels = torch.stack([torch.as_tensor(block.get("labels", block["input_ids"])) for block in texts]).long()
-        batch = {"input_ids": input_ids, "labels": labels}
-    if len(texts) < len(blocks):
-        batch["task"] = torch.tensor([block["task"] for block in blocks if "task" in block])
-    return batch
+    """A batch for a causal language model: text is its own target. `task` stands for rows that `TaskFeed` makes."""
+    if "task" in blocks[0]:
+        return {"task": torch.tensor([block["task"] for block in blocks])}
+    input_ids = torch.stack([torch.as_tensor(block["input_ids"]) for block in blocks]).long()
+    if "labels" not in blocks[0]:
+        return {"input_ids": input_ids, "labels": input_ids}
+    return {
+        "input_ids": input_ids,
+        "labels": torch.stack([torch.as_tensor(block["labels"]) for block in blocks]).long(),
+    }
 
 
 @dataclass

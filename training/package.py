@@ -6,7 +6,7 @@ The folder gets weights, tokenizer, code and configs, the log and the geometry o
 figure, and the card that is made from them. `generate` will use the exit policy that the report found cheapest at no
 loss of quality, or `--exit_policy`, with the cap of the report. The config says the same number of loops, so that a
 pass with a policy takes the steps that generation with it takes. The report on a model of a depth task is what
-`evaluation.depth` wrote.
+`evaluation.depth` wrote; what `evaluation.mixture` wrote beside a report goes along.
 """
 
 import argparse
@@ -31,6 +31,7 @@ PACKAGE = Path(recurrent_gpt2.__file__).parent
 FROM_RUN = ("trainer_state.json", "geometry.jsonl")
 FROM_REPORT = ("results.json", "tradeoff.png")
 OF_TASKS = ("depth.json", "depth.png")  # of `evaluation.depth`
+OF_MIXTURES = ("mixture.json", "mixture.png", "loops.png")  # of `evaluation.mixture`, where it was run
 
 
 def package(
@@ -43,6 +44,7 @@ def package(
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise FileNotFoundError(f"{folder} has no {', '.join(missing)}.")
+    of_report = (*of_report, *(name for name in OF_MIXTURES if (report / name).exists()))
     measured = json.loads((report / report_file).read_text())
     policy = exit_policy or measured["policy"]
     if any(folder.resolve().is_relative_to(output.resolve()) for folder in (run, report)):

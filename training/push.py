@@ -2,6 +2,9 @@
 
 Before anything is uploaded, the folder is loaded by its own remote code in a fresh process, generates a few tokens, and
 its card is compared with its result files. Only what a user needs is uploaded: no optimiser state, no pickles.
+
+`python -m training.push --space someone/watch someone/recurrent-gpt2-mini` makes a Space that explores checkpoints of
+the Hub: see `space.py`.
 """
 
 import argparse
@@ -12,18 +15,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from .card import check_card, render_card
+from .card import check_card, check_metadata, render_card
 
 NEEDED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 UPLOADED = (
     *NEEDED, "*.py", "*.safetensors", "model.safetensors.index.json", "vocab.json", "merges.txt", "README.md",
     "special_tokens_map.json", "results.json", "tradeoff.png", "trainer_state.json", "geometry.jsonl",
-    "depth.json", "depth.png", "calibration.json",
+    "depth.json", "depth.png", "mixture.json", "mixture.png", "loops.png", "calibration.json",
 )  # fmt: skip
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN, with a token that may write to the repository."
 
@@ -57,6 +62,7 @@ def check_folder(checkpoint: Path, repo: str | None = None) -> list[Path]:
     if missing:
         raise FileNotFoundError(f"{checkpoint} has no {', '.join(missing)}: save model and tokenizer there first.")
     check_card(checkpoint, repo)
+    check_metadata(ModelCard.load(checkpoint / "README.md"))
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
         loaded = subprocess.run(
@@ -89,13 +95,29 @@ def linked_copy(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def refusals(repo: str) -> Iterator[None]:
+    """What the Hub refuses, and an upload that breaks off, become sentences that say what to do."""
+    if get_token() is None:
+        raise PermissionError(f"there is no Hub token. {LOGIN}")
+    try:
+        yield
+    except LocalTokenNotFoundError:
+        raise PermissionError(f"there is no Hub token. {LOGIN}") from None
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise PermissionError(f"the Hub refused the token for {repo}. {LOGIN}") from None
+        raise ConnectionError(f"the upload to {repo} failed ({error.response.status_code}): run it again.") from None
+    except (ConnectionError, RuntimeError) as error:
+        message = f"the upload to {repo} broke off: run it again; what has arrived is not sent again."
+        raise ConnectionError(message) from error
+
+
 def push(checkpoint: Path, repo: str, files: list[Path], private: bool = False, revision: str | None = None) -> str:
     """Uploads files of a checked folder and returns the commit. An interrupted upload can be repeated: what has arrived
     is not sent again."""
-    if get_token() is None:
-        raise PermissionError(f"there is no Hub token. {LOGIN}")
-    api = HfApi()
-    try:
+    with refusals(repo):
+        api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -106,19 +128,15 @@ def push(checkpoint: Path, repo: str, files: list[Path], private: bool = False, 
             revision=revision,
             commit_message=f"Upload {checkpoint.resolve().name}",
         )
-    except LocalTokenNotFoundError:
-        raise PermissionError(f"there is no Hub token. {LOGIN}") from None
-    except HfHubHTTPError as error:
-        if error.response.status_code in (401, 403):
-            raise PermissionError(f"the Hub refused the token for {repo}. {LOGIN}") from None
-        raise ConnectionError(f"the upload to {repo} failed ({error.response.status_code}): run it again.") from None
-    except (ConnectionError, RuntimeError) as error:
-        message = f"the upload to {repo} broke off: run it again; what has arrived is not sent again."
-        raise ConnectionError(message) from error
     return commit.oid
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument == "--space" or argument.startswith("--space=") for argument in arguments):
+        from .space import main as push_a_space
+
+        return push_a_space(arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder of a saved model")
     parser.add_argument("repo", help="owner/name on the Hub; it is created if it is not there")
@@ -126,13 +144,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="branch to push to, instead of main")
     parser.add_argument("--dry-run", action="store_true", help="check, and list what would be uploaded")
     parser.add_argument("--license", default="apache-2.0", help="for a card that is written anew")
+    parser.add_argument("--base_model", help="name on the Hub of what it was trained from, for a card written anew")
     parser.add_argument("--datasets", nargs="+", help="names on the Hub, for a card that is written anew")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = options.checkpoint
         if options.dry_run and checkpoint.is_dir():  # which leaves the folder as it is
             checkpoint = linked_copy(checkpoint, Path(scratch))
-        write_card(checkpoint, options.repo, license=options.license, datasets=options.datasets)
+        write_card(
+            checkpoint, options.repo, license=options.license, datasets=options.datasets, base_model=options.base_model
+        )
         files = check_folder(checkpoint, options.repo)
         print(f"{'would upload' if options.dry_run else 'uploading'} to {options.repo}:")
         for path in files:

@@ -30,7 +30,7 @@ def python_docs() -> Iterator[str]:
     library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
     files = [*_modules(library, SKIPPED_FOLDERS | {"site-packages"}), *_modules(packages, SKIPPED_FOLDERS)]
     seen = set()
-    for path in tqdm(files, desc="reading Python's documentation", unit=" modules"):
+    for path in tqdm(files, desc="reading Python's documentation", unit=" modules", leave=False):
         strings = [text for text in _docstrings(path) if text not in seen]
         seen.update(strings)
         if strings:

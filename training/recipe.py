@@ -47,7 +47,8 @@ class DataArguments:
     """
     Args:
         sources: Paths or mappings, see `training.data.Source`, and depth tasks, see `training.tasks`.
-        tokenizer: Name on the Hub, folder, or `train`: train one on the corpus. Tasks alone bring their own.
+        tokenizer: Name on the Hub, folder, or `train`: train one on the corpus. Left out: that of the model that the
+            run starts from, and else `train`. Tasks alone bring their own.
         tokenizer_vocab_size: Entries of a tokenizer that is trained.
         tokenizer_characters: Characters of text that it is trained on.
         block_size: Tokens of a training sequence; all positions of the model when left out.
@@ -57,7 +58,7 @@ class DataArguments:
     """
 
     sources: list[Any] = field(default_factory=lambda: ["python-docs"])
-    tokenizer: str = "train"
+    tokenizer: str | None = None
     tokenizer_vocab_size: int = 8192
     tokenizer_characters: int = 20_000_000
     block_size: int | None = None
@@ -85,7 +86,13 @@ class RecurrentTrainingArguments(TrainingArguments):
         global_batch_size: Sequences a step on all processes together; `per_device_train_batch_size` follows from it.
         compile: Compile each block (not the loop, so that new loop counts need no new compilation).
         resume: Go on from the newest whole checkpoint in `output_dir`.
-        from_gpt2: Name or folder of a GPT-2 whose weights the model starts from.
+        from_gpt2: Name or folder of a GPT-2 that the model starts from, computing what it computes.
+        allow_pickle: Read a GPT-2 that is not in safetensors format too, by PyTorch's restricted unpickler.
+        init_from: Name or folder of a RecurrentGPT2 that the model starts from: weights, tokenizer and config, but no
+            optimiser, schedule or place in the data (which is what `resume` goes on with).
+        kl_weight: Of the divergence from the model that the run starts from (of GPT-2: from one loop) in the loss.
+        kl_temperature: At which that is measured.
+        loop_ramp: Share of the steps in which the loops that are drawn grow from one to what the config says.
         muon_learning_rate: Train the matrices of blocks and loop inputs by Muon, at this rate; `learning_rate` is then
             that of AdamW for embeddings and norms. Left out: AdamW for all.
         most_loops: With tasks, the loops of a step are uniform between the depth of the curriculum and this. Left out:
@@ -94,6 +101,9 @@ class RecurrentTrainingArguments(TrainingArguments):
             the micro-steps one of them lets tokens leave their loops early, with gradients, so that others learn to
             read states that have stopped.
         exit_share: That share.
+        rest_weight: With tasks, the weight of a loss by which tokens take long steps until their answer stands, and
+            rest from then on, so that exit rules can tell. 0: without.
+        rest_delay: Steps after its answer stands that may still be long.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -102,23 +112,38 @@ class RecurrentTrainingArguments(TrainingArguments):
     compile: bool = False
     resume: bool = False
     from_gpt2: str | None = None
+    allow_pickle: bool = False
+    init_from: str | None = None
+    kl_weight: float = 0.0
+    kl_temperature: float = 2.0
+    loop_ramp: float = 0.0
     muon_learning_rate: float | None = None
     most_loops: int | None = None
     exit_policies: list[Any] = field(default_factory=list)
     exit_share: float = 0.5
+    rest_weight: float = 0.0
+    rest_delay: int = 1
     geometry_loops: int = 0
     geometry_blocks: int = 4
 
     def __post_init__(self):
         super().__post_init__()
-        for name, least in {"geometry_loops": 0, "geometry_blocks": 1}.items():
+        for name, least in {"geometry_loops": 0, "geometry_blocks": 1, "rest_delay": 0}.items():
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be an int of at least {least}.")
         if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
             raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
         resolve_exit_policy(list(self.exit_policies), len(self.exit_policies))  # fails here rather than in a run
-        if isinstance(self.exit_share, str | bool) or not 0 <= self.exit_share <= 1:
-            raise ValueError(f"`exit_share` is {self.exit_share!r}, but must be a number from 0 to 1.")
+        if isinstance(self.rest_weight, str | bool) or not 0 <= self.rest_weight < math.inf:
+            raise ValueError(f"`rest_weight` is {self.rest_weight!r}, but must be a number of at least 0.")
+        for name, most in {"exit_share": 1, "loop_ramp": 1, "kl_weight": 1e6, "kl_temperature": 1e6}.items():
+            value = getattr(self, name)
+            if isinstance(value, str | bool) or not 0 <= value <= most or (name == "kl_temperature" and value == 0):
+                raise ValueError(f"`{name}` is {value!r}, but must be a number from 0 to {most:g}.")
+        if self.from_gpt2 is not None and self.init_from is not None:
+            raise ValueError(
+                f"`from_gpt2` is {self.from_gpt2!r} and `init_from` {self.init_from!r}: a run starts from one model."
+            )
         if self.muon_learning_rate is not None and not (
             isinstance(self.muon_learning_rate, int | float) and 0 < self.muon_learning_rate < math.inf
         ):

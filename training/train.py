@@ -11,16 +11,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, GenerationConfig, GPT2Config, PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
 from .data import BlockMaker, StreamedBlocks, first_validation_blocks, is_validation, mixed_blocks
 from .recipe import Recipe, RecurrentTrainingArguments, load_recipe, recipe_parser
 from .tasks import extended_tokenizer, task_tokenizer
-from .tasks.feed import MixedRows, TaskFeed, accuracy_metrics
+from .tasks.feed import TaskFeed, TaskRows, accuracy_metrics
 from .tokenizer import fit_to_model, load_tokenizer, train_tokenizer
 from .trainer import GeometryCallback, RecurrentTrainer, is_whole, newest_whole_checkpoint, steps_of
 
@@ -38,6 +39,12 @@ def main(arguments: list[str] | None = None) -> RecurrentTrainer:
 
 def run(recipe: Recipe) -> RecurrentTrainer:
     args = recipe.training
+    if args.kl_weight > 0 and args.from_gpt2 is None and args.init_from is None:
+        raise ValueError(f"`kl_weight` is {args.kl_weight}, but there is no `from_gpt2` or `init_from` to stay near.")
+    if args.init_from is not None:
+        check_start("init_from", args.init_from, RecurrentGPT2Config, other="from_gpt2")
+    if args.from_gpt2 is not None:
+        check_start("from_gpt2", args.from_gpt2, GPT2Config, other="init_from")
     args.dataloader_pin_memory &= args.device.type != "cpu"
     checkpoint = find_checkpoint(recipe)
     set_seed(args.seed)
@@ -47,12 +54,14 @@ def run(recipe: Recipe) -> RecurrentTrainer:
         fit_to_model(tokenizer, model)
         feed = make_feed(recipe, tokenizer, model.config)
         train_blocks, validation_blocks = make_blocks(recipe, tokenizer, model.config, feed)
+        base = make_base(recipe, tokenizer)
     trainer = RecurrentTrainer(
         model, args, train_dataset=train_blocks, eval_dataset=validation_blocks, processing_class=tokenizer,
-        tasks=feed, **(accuracy_metrics() if feed is not None and not recipe.texts else {}),
+        tasks=feed, base=base, **(accuracy_metrics() if feed is not None else {}),
     )  # fmt: skip
     if args.geometry_loops > 0 and model.config.loop_groups:
-        held_out = [validation_blocks[place] for place in range(min(args.geometry_blocks, len(validation_blocks)))]
+        text = validation_blocks["text"] if isinstance(validation_blocks, dict) else validation_blocks
+        held_out = [text[place] for place in range(min(args.geometry_blocks, len(text)))]
         trainer.add_callback(GeometryCallback(held_out, args.geometry_loops))
     if args.compile:
         for layer in model.model.layers:
@@ -92,8 +101,11 @@ def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokeniz
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint))
     tasks = [source.task for source in recipe.tasks]
-    if recipe.data.tokenizer != "train":
-        return extended_tokenizer(load_tokenizer(recipe.data.tokenizer), tasks)
+    name, start = recipe.data.tokenizer, recipe.training.init_from or recipe.training.from_gpt2
+    if start is not None and name is not None:
+        check_vocabulary(name, start, "from_gpt2" if recipe.training.init_from is None else "init_from")
+    if name not in (None, "train") or (start is not None and name is None):
+        return extended_tokenizer(load_tokenizer(name or start), tasks)
     if not recipe.texts:
         return task_tokenizer(tasks)
     # Kept beside the checkpoints from the start: every process, and a run that is resumed before its first
@@ -106,6 +118,20 @@ def make_tokenizer(recipe: Recipe, checkpoint: Path | None) -> PreTrainedTokeniz
         texts = training_texts(recipe)
         train_tokenizer(texts, recipe.data.tokenizer_vocab_size).save_pretrained(folder)
     return extended_tokenizer(load_tokenizer(str(folder)), tasks)
+
+
+def check_vocabulary(name: str, start: str, field: str) -> None:
+    """Fails where a tokenizer that is asked for is not the one that the weights of the start are for."""
+    try:
+        own = load_tokenizer(start).get_vocab()
+    except ValueError:
+        own = {}
+    # A GPT-2 without a tokenizer: transformers finds none, or makes one that has nothing but the end of text.
+    if name == "train" or (len(own) > 1 and load_tokenizer(name).get_vocab() != own):
+        raise ValueError(
+            f"`tokenizer` is {name!r}, but `{field}` {start} has a vocabulary of its own, which its weights are for: "
+            "leave `tokenizer` out."
+        )
 
 
 def training_texts(recipe: Recipe) -> Iterator[str]:
@@ -122,15 +148,20 @@ def training_texts(recipe: Recipe) -> Iterator[str]:
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None) -> RecurrentGPT2ForCausalLM:
-    """A new model, or one that starts from GPT-2. (The weights of a checkpoint are loaded by the trainer.)"""
-    settings = dict(recipe.model)
+    """A new model, or one that starts from another. (The weights of a checkpoint are loaded by the trainer.)"""
+    settings, args = dict(recipe.model), recipe.training
     if checkpoint is not None:
         model = RecurrentGPT2ForCausalLM(resumed_config(checkpoint, settings))
-    elif recipe.training.from_gpt2 is not None:
+        if (checkpoint / "generation_config.json").exists():  # has exits, if the start had
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint, use_cache=True)
+    elif args.init_from is not None:
+        model = initialized_model(args.init_from, settings, len(tokenizer) if recipe.tasks else 0)
+    elif args.from_gpt2 is not None:
         model = RecurrentGPT2ForCausalLM.from_gpt2(
-            recipe.training.from_gpt2, settings.pop("loop_groups", None), **settings
+            args.from_gpt2, settings.pop("loop_groups", None), args.allow_pickle, **settings
         )
-        logger.info(f"from {recipe.training.from_gpt2}:\n{model.conversion_report}")
+        model.config.base_model = name_of_base(args.from_gpt2)
+        logger.info(f"starting from the GPT-2 {args.from_gpt2}: at any number of loops, it computes the same.")
     else:
         settings.setdefault("vocab_size", len(tokenizer))
         settings.setdefault("eos_token_id", tokenizer.eos_token_id)
@@ -152,38 +183,106 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: P
     return model
 
 
+# What of the config may change when training goes on: the loops, not the weights. A new run may change more.
+ON_RESUME = {"num_loops", "mean_loops", "loop_sigma", "backprop_loops", "loop_noise", "cache_strategy"}
+OF_A_NEW_RUN = ON_RESUME | {"max_position_embeddings", "embd_dropout", "attention_dropout", "resid_dropout"}
+
+
 def resumed_config(checkpoint: Path, settings: dict[str, Any]) -> RecurrentGPT2Config:
-    """The config of a checkpoint, with what the recipe says now of what may change: the loops, not the weights."""
+    """The config of a checkpoint, with what the recipe says now of what may change."""
     config = RecurrentGPT2Config.from_pretrained(checkpoint)
-    may_change = {"num_loops", "mean_loops", "loop_sigma", "backprop_loops", "loop_noise", "cache_strategy"}
-    changed = {name: value for name, value in settings.items() if getattr(config, name) != value}
-    for name, value in changed.items():
-        if name not in may_change:
-            was = getattr(config, name)
-            raise ValueError(
-                f"`{name}` is {value}, but the checkpoint {checkpoint} has {was}: it can't change on resume."
-            )
-        logger.info(f"`{name}` changes from {getattr(config, name)} to {value}")
+    changed = changed_settings(config, settings, ON_RESUME, f"the checkpoint {checkpoint} has", "on resume")
     # The trainer turned the cache off; the generation config is made from this one, and must not.
     return RecurrentGPT2Config(**{**config.to_dict(), **changed, "use_cache": True})
 
 
+def changed_settings(
+    config: RecurrentGPT2Config, settings: dict[str, Any], may_change: set[str], who_has: str, when: str
+) -> dict[str, Any]:
+    """The settings that differ from a config; fails where one of them must not."""
+    changed = {name: value for name, value in settings.items() if getattr(config, name) != value}
+    for name, value in changed.items():
+        was = getattr(config, name)
+        if name not in may_change:
+            raise ValueError(
+                f"`{name}` is {value}, but {who_has} {was}: it can't change {when}, only "
+                f"{', '.join(sorted(may_change))} can."
+            )
+        logger.info(f"`{name}` changes from {was} to {value}")
+    return changed
+
+
+def check_start(field: str, name: str, wanted: type[PretrainedConfig], other: str) -> None:
+    """Fails where the model to start from is nothing, or another architecture: before a tokenizer is trained for it."""
+    try:
+        model_type = AutoConfig.from_pretrained(name).model_type
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`{field}` is {name!r}, but there is no such checkpoint: {error}") from error
+    if model_type != wanted.model_type:
+        kinds = {RecurrentGPT2Config.model_type: "RecurrentGPT2", GPT2Config.model_type: "GPT-2"}
+        advice = f" Give it as `{other}`." if model_type in kinds else ""
+        raise ValueError(
+            f"`{field}` is {name!r}, which is no {kinds[wanted.model_type]} but a model of type {model_type!r}.{advice}"
+        )
+
+
+def initialized_model(name: str, settings: dict[str, Any], vocab_size: int = 0) -> RecurrentGPT2ForCausalLM:
+    """A trained model to start from, with the settings of a new run, and entries for new words of tasks."""
+    model = RecurrentGPT2ForCausalLM.from_pretrained(name)
+    changed = changed_settings(model.config, settings, OF_A_NEW_RUN, f"`init_from` {name} has", "from it")
+    if changed:
+        old, state = model, model.state_dict()
+        positions = changed.get("max_position_embeddings", old.config.max_position_embeddings)
+        table = state["model.embed_positions.weight"]
+        # Of positions that are new, the embeddings of those before them, over again.
+        state["model.embed_positions.weight"] = table[torch.arange(positions) % len(table)]
+        model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config(**{**old.config.to_dict(), **changed}))
+        model.load_state_dict(state)
+        model.generation_config = old.generation_config
+    if getattr(model.generation_config, "num_loops", None) is not None:
+        model.generation_config.num_loops = model.config.num_loops  # a policy's cap and the config's loops are one
+    if vocab_size > model.config.vocab_size:
+        model.resize_token_embeddings(vocab_size)
+    model.config.base_model = name_of_base(name)
+    policy = getattr(model.generation_config, "exit_policy", None)
+    logger.info(
+        f"starting from {name}: its weights, tokenizer and config, with a fresh optimiser. Its exits "
+        f"({policy or 'fixed'}, {model.config.num_loops} loops) are kept; what was promised "
+        "for them is not: run `evaluation.calibrate`."
+    )
+    return model
+
+
+def name_of_base(name: str) -> str:
+    """A name on the Hub, or `./folder` where the base is a folder here."""
+    return f"./{Path(name).resolve().name}" if Path(name).exists() else name
+
+
+def make_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RecurrentGPT2ForCausalLM | None:
+    """The model that a run starts from, where it is to be kept near it. Also after a resume: the start, as it was."""
+    args = recipe.training
+    if args.kl_weight == 0:
+        return None
+    if args.from_gpt2 is not None:
+        return RecurrentGPT2ForCausalLM.from_gpt2(args.from_gpt2, [], args.allow_pickle)
+    return initialized_model(args.init_from, {}, len(tokenizer) if recipe.tasks else 0)
+
+
 def make_feed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config) -> TaskFeed | None:
     """What makes the rows of tasks, if there are any."""
-    args, data = recipe.training, recipe.data
+    args = recipe.training
     if not recipe.tasks:
         if args.most_loops is not None:
             raise ValueError(f"`most_loops` is {args.most_loops}, but none of the `sources` is a task: leave it out.")
         return None
     args.remove_unused_columns = False  # they are not the model's: which task a row is of
-    block_size = data.block_size or (config.max_position_embeddings if recipe.texts else None)
-    feed = TaskFeed(recipe.tasks, tokenizer, args.seed, args.process_index, block_size)
-    limit = min(config.max_position_embeddings, block_size or config.max_position_embeddings)
+    text_weight = sum(source.weight for source in recipe.texts) or None
+    feed = TaskFeed(recipe.tasks, tokenizer, args.seed, args.process_index, text_weight)
     for task in feed.tasks:
-        if task.length + 1 > limit:
+        if task.length + 1 > config.max_position_embeddings:
             raise ValueError(
                 f"a sequence of task {task.name} with {task} has {task.length} tokens and an end, but there are "
-                f"{limit} places (`max_position_embeddings`, `block_size`)."
+                f"{config.max_position_embeddings} places (`max_position_embeddings`)."
             )
         if args.most_loops is not None and args.most_loops < task.depth:
             raise ValueError(
@@ -196,17 +295,14 @@ def make_feed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: Recurr
 def make_blocks(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config, feed: TaskFeed | None = None
 ):
-    """Training blocks, and the validation blocks that are evaluated. Rows of tasks are left for `feed` to make."""
+    """Training blocks, and the validation blocks that are evaluated: of text and of tasks, where there are both."""
     if feed is None:
         return make_text_blocks(recipe, tokenizer, config)
-    if any(source.streaming for source in recipe.texts):
-        raise ValueError("text can't be streamed beside tasks: leave `streaming` out.")
-    text, validation = None, feed.validation(recipe.data.eval_blocks)
-    if recipe.texts:
-        text, of_text = make_text_blocks(recipe, tokenizer, config)
-        validation = [*of_text, *validation]
-    text_weight = sum(source.weight for source in recipe.texts)
-    return MixedRows(text, text_weight, recipe.tasks, recipe.training.seed), validation
+    of_tasks = feed.validation(recipe.data.eval_blocks)
+    if not recipe.texts:
+        return TaskRows(recipe.tasks, recipe.training.seed), of_tasks
+    text, of_text = make_text_blocks(recipe, tokenizer, config)
+    return text, {"text": of_text, "tasks": of_tasks}
 
 
 def make_text_blocks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config):

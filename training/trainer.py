@@ -23,12 +23,24 @@ from .card import render_card
 from .data import StreamedBlocks, collate
 from .muon import Muon
 from .tasks.feed import TaskFeed
+from .tasks.rest import answers_of, check_groups, rest_loss
+from .tasks.task import NO_ANSWER
 
 
-def draw_num_loops(config, seed: int, step: int, micro_step: int) -> list[int]:
-    """Loop counts of a micro-step: a function of seed, step and micro-step within it, and of nothing else."""
+def draw_num_loops(config, seed: int, step: int, micro_step: int, share: float = 1.0) -> list[int]:
+    """Loop counts of a micro-step: a function of seed, step and micro-step within it, and of nothing else. `share` as
+    in `sample_num_loops`."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro_step}".encode(), digest_size=7).digest()
-    return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+    return sample_num_loops(config, torch.Generator().manual_seed(int.from_bytes(digest, "big")), share)
+
+
+def divergence(logits: torch.Tensor, of_base: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """T^2 KL(base || model) at temperature T, the mean over predictions that have a label."""
+    has_label = labels[:, 1:] != -100
+    predicted, expected = (
+        torch.log_softmax(values[:, :-1][has_label].float() / temperature, dim=-1) for values in (logits, of_base)
+    )
+    return temperature**2 * torch.nn.functional.kl_div(predicted, expected, reduction="batchmean", log_target=True)
 
 
 def draw_exit_policy(args, step: int, micro_step: int) -> Any:
@@ -45,13 +57,15 @@ class RecurrentTrainer(Trainer):
     """`Trainer` for RecurrentGPT2.
 
     Draws loop counts by step, the same on every rank (FSDP and ZeRO-3 would hang otherwise) and after a resume; decays
-    matrices only; logs perplexity, tokens, speed and loops. `tasks` makes the rows of depth tasks, if there are any.
+    matrices only; logs perplexity, tokens, speed and loops. `tasks` makes the rows of depth tasks, if there are any;
+    `base` is the model that `kl_weight` keeps this one near, run with the loops of its own config.
     """
 
-    def __init__(self, *args, tasks: TaskFeed | None = None, **kwargs):
+    def __init__(self, *args, tasks: TaskFeed | None = None, base: torch.nn.Module | None = None, **kwargs):
         kwargs.setdefault("data_collator", collate)
         super().__init__(*args, **kwargs)
         self.tasks = tasks
+        self.base = None if base is None else base.requires_grad_(False).eval().to(self.args.device)
         if self.args.label_smoothing_factor:
             raise ValueError(
                 "`label_smoothing_factor` is not supported: the stock trainer would smooth unshifted labels."
@@ -65,8 +79,11 @@ class RecurrentTrainer(Trainer):
                 "`exit_policies` need whole weights: with FSDP or DeepSpeed, processes whose tokens leave at different "
                 "steps would wait for each other for ever. Leave them out."
             )
+        if self._rest_weight:
+            check_groups(self.model.config)
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
+        self._parts: list[tuple[float, float]] = []  # losses of text and of answers since then
         self._last_log: float | None = None  # when
         self._tokens_since_log = 0
         self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
@@ -74,6 +91,10 @@ class RecurrentTrainer(Trainer):
             self.add_callback(StreamPosition(self.train_dataset))
         if tasks is not None:
             self.add_callback(CurriculumCallback(tasks, self.accelerator))
+
+    @property
+    def _rest_weight(self) -> float:
+        return getattr(self.args, "rest_weight", 0.0)  # plain `TrainingArguments` have none
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
         if resume_from_checkpoint is not None and isinstance(self.train_dataset, StreamedBlocks):
@@ -103,25 +124,29 @@ class RecurrentTrainer(Trainer):
             self._last_log = time.monotonic()
         self._tokens_since_log += inputs["input_ids"].numel() * self.args.world_size
         if self.model.config.loop_groups and "num_loops" not in inputs:
-            inputs = {**inputs, "num_loops": self._draw_num_loops()}
             policy = draw_exit_policy(self.args, *self._micro_step)
-            if policy is not None:
-                most = getattr(self.args, "most_loops", None) or self.model.config.num_loops
-                inputs |= {"exit_policy": policy, "num_loops": most}
-            else:
+            inputs = {**inputs, **self._loops("task" in inputs, policy)}
+            if "tasks" in inputs:
+                inputs["tasks"] = {**inputs["tasks"], **self._loops(True, policy)}
+            if policy is None:
                 self._drawn.append(inputs["num_loops"])
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def _loops(self, of_task: bool, policy: Any) -> dict[str, Any]:
+        """The loops of a micro-step: as the curriculum has it (up to `most_loops`), or the config; or by a policy."""
+        config, most = self.model.config, getattr(self.args, "most_loops", None)
+        if policy is not None:
+            return {"exit_policy": policy, "num_loops": most or config.num_loops}
+        if of_task and most is not None:
+            return {"num_loops": self.tasks.draw_num_loops(len(config.loop_groups), most, *self._micro_step)}
+        ramp = getattr(self.args, "loop_ramp", 0) * self.state.max_steps  # steps in which loops grow
+        share = min(1.0, self._micro_step[0] / ramp) if ramp else 1.0
+        return {"num_loops": draw_num_loops(config, self.args.seed, *self._micro_step, share)}
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Leaves tied weights out of what is missing: a file has them once."""
         missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
         super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
-
-    def _draw_num_loops(self) -> list[int]:
-        config, most = self.model.config, getattr(self.args, "most_loops", None)
-        if self.tasks is not None and most is not None:
-            return self.tasks.draw_num_loops(len(config.loop_groups), most, *self._micro_step)
-        return draw_num_loops(config, self.args.seed, *self._micro_step)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """With the rows of tasks, which are made here: when the step begins, and the last one's accuracy is known."""
@@ -132,17 +157,50 @@ class RecurrentTrainer(Trainer):
         return batches, items
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        """Beside text, the mean loss of the tasks' answers is added to that of the text."""
+        inputs = dict(inputs)
+        of_tasks = inputs.pop("tasks", None)
+        loss, outputs = self._loss_of_part(model, inputs, num_items_in_batch)
+        if self.base is not None and model.training:
+            text = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+            with torch.no_grad():
+                of_base = self.base(**text, use_cache=False).logits
+            kl = divergence(outputs.logits, of_base, inputs["labels"], self.args.kl_temperature)
+            shares = 1 if num_items_in_batch is None else self.args.gradient_accumulation_steps
+            loss = loss + self.args.kl_weight * kl / shares
+        if of_tasks is not None:
+            answers, _ = self._loss_of_part(model, of_tasks, None)
+            self._parts.append((float(loss.detach()), float(answers.detach())))
+            loss = loss + answers / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_of_part(self, model, inputs, num_items_in_batch):
         inputs = dict(inputs)
         task = inputs.pop("task", None)
         with_exits = inputs.get("exit_policy") is not None
         if with_exits:
             model.eval()  # policies are for that mode: noise of the start is fixed by position, dropout is off
+        with_rest = self._rest_weight > 0 and task is not None and not with_exits
+        if with_rest:
+            inputs["output_loop_trajectory"] = True
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if with_rest:
+            # What is divided by the answers of all micro-steps sums up over them; a mean over these answers does not.
+            parts = 1 if num_items_in_batch is None else self.args.gradient_accumulation_steps
+            loss = loss + self._rest_weight / parts * self._rest(outputs.loop_trajectory[0], inputs["labels"])
         if with_exits:
             model.train()
         elif task is not None:
             self.tasks.observe(outputs.logits, inputs["labels"], task)  # what exits lose does not hold a curriculum up
-        return (loss, outputs) if return_outputs else loss
+        return loss, outputs
+
+    def _rest(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        answers = answers_of(labels)
+        asked = answers != NO_ANSWER
+        said = answers.repeat(len(states) - 1, 1, 1)
+        with torch.no_grad():
+            said[:, asked] = self.model.decode_states(states[1:, asked]).argmax(-1)
+        return rest_loss(states, said, answers, self.args.rest_delay)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """The project's card instead of the stock one, beside the weights that are pushed."""
@@ -183,7 +241,11 @@ class RecurrentTrainer(Trainer):
         if "loss" in logs:
             now, then = time.monotonic(), self._last_log
             before = [entry["tokens_seen"] for entry in self.state.log_history if "tokens_seen" in entry]
-            logs["perplexity"] = _perplexity(logs["loss"])
+            if self._parts:
+                micro_steps = self.args.gradient_accumulation_steps
+                of_text, of_answers = (sum(losses) / len(self._parts) for losses in zip(*self._parts, strict=True))
+                logs["text_loss"], logs["answers_loss"] = of_text * micro_steps, of_answers
+            logs["perplexity"] = _perplexity(logs.get("text_loss", logs["loss"]))
             logs["tokens_seen"] = (before[-1] if before else 0) + self._tokens_since_log
             logs["tokens_per_second"] = self._tokens_since_log / (now - then)
             if self.optimizer.param_groups[0].get("orthogonal"):  # the stock trainer logs the rate of the first group
@@ -191,9 +253,11 @@ class RecurrentTrainer(Trainer):
             for group, counts in enumerate(zip(*self._drawn, strict=True)):
                 logs[f"loops_group_{group}"] = sum(counts) / len(counts)
             logs |= self.tasks.logs() if self.tasks is not None else {}
-            self._drawn, self._last_log, self._tokens_since_log = [], now, 0
-        if "eval_loss" in logs:
-            logs["eval_perplexity"] = _perplexity(logs["eval_loss"])
+            self._drawn, self._parts, self._last_log, self._tokens_since_log = [], [], now, 0
+        for of_what in ("eval", "eval_text", "eval_tasks"):  # one, or text and tasks in turn
+            if f"{of_what}_loss" not in logs:
+                continue
+            logs[f"{of_what}_perplexity"] = _perplexity(logs[f"{of_what}_loss"])
             for group, count in enumerate(self.model.config.loops_per_group()):  # fixed, and what it was measured at
                 logs[f"eval_loops_group_{group}"] = count
         super().log(logs, start_time)

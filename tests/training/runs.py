@@ -77,8 +77,8 @@ def main() -> None:
     """A rank of a distributed run: writes what it drew, and the losses, to `rank-N.json`."""
     drawn, draw = [], training.trainer.draw_num_loops
 
-    def recorded(config, seed, step, micro_step):
-        drawn.append(draw(config, seed, step, micro_step))
+    def recorded(*arguments):
+        drawn.append(draw(*arguments))
         return drawn[-1]
 
     training.trainer.draw_num_loops = recorded

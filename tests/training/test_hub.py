@@ -18,7 +18,7 @@ from tests.helpers import REMOTE_CODE, ROOT, random_ids, run_fresh, tiny_model
 from tests.hub_server import TOKEN, Hub
 from tests.training.runs import tiny_run, write_texts
 from training import push
-from training.card import check_card, render_card
+from training.card import check_card, check_metadata, render_card
 
 FIXED = {"dataset": "some text", "policy": None, "num_loops": 5, "mean_steps": 5.0, "perplexity": 61.25}
 RESULTS = [
@@ -225,6 +225,21 @@ def test_the_trainer_pushes_a_whole_checkpoint(logged_in, tmp_path):
     assert loaded.config.vocab_size == len(tokenizer)
 
 
+def test_a_run_starts_from_names_on_the_hub(logged_in, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    write_texts(tmp_path)
+    trained = training.train.main(tiny_run(tmp_path, output_dir=tmp_path / "base", max_steps=1)).model
+    push.main([str(tmp_path / "base"), "someone/start"])
+    fields = {"learning_rate": 0.0, "max_steps": 1}
+    started = training.train.main(
+        tiny_run(tmp_path, output_dir=tmp_path / "on", init_from="someone/start", tokenizer=tmp_path / "base", **fields)
+    ).model
+    assert all(map(torch.equal, trained.state_dict().values(), started.state_dict().values()))
+    card = render_card(tmp_path / "on")
+    assert (card.data.base_model, card.data.base_model_relation) == ("someone/start", "finetune")
+    check_metadata(card)
+
+
 def test_the_card_has_the_numbers_of_the_files(checkpoint):
     card = render_card(checkpoint, "someone/model")
     assert [result.metric_value for result in card.data.eval_results] == [61.25, 61.5]
@@ -281,3 +296,44 @@ def test_folders_that_are_not_fit_to_be_shared_are_refused(checkpoint, tmp_path)
 def test_a_hub_that_is_not_there_is_no_token_problem(logged_in):
     with pytest.raises(HfHubHTTPError):
         HfApi().model_info("someone/missing")
+
+
+def test_the_metadata_of_cards_is_what_the_hub_takes(checkpoint):
+    options = {"datasets": ["someone/texts", "HuggingFaceFW/fineweb"], "base_model": "someone/base"}
+    card = render_card(checkpoint, "someone/model", **options)
+    card.save(checkpoint / "README.md")
+    written = ModelCard.load(checkpoint / "README.md", ignore_metadata_errors=False)
+    check_metadata(written)
+    data = written.data.to_dict()
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
+    assert (data["base_model"], data["base_model_relation"]) == ("someone/base", "finetune")
+    assert data["datasets"] == options["datasets"]
+    (model,) = data["model-index"]
+    (result,) = model["results"]
+    assert result["dataset"] == {"name": "some text", "type": "some-text"}
+    assert [metric["value"] for metric in result["metrics"]] == [61.25, 61.5]
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "checkpoints").iterdir()), ids=lambda folder: folder.name)
+def test_the_metadata_of_shipped_cards_is_what_the_hub_takes(folder):
+    check_metadata(ModelCard.load(folder / "README.md", ignore_metadata_errors=False))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("pipeline_tag: text-generation", "pipeline_tag: talking", "`pipeline_tag` is 'talking', but must be"),
+        ("license: apache-2.0\n", "", "no `license`"),
+        ("library_name: transformers\n", "", "`library_name` is None"),
+        ("base_model: someone/base", "base_model: a folder/of/mine", "`base_model` is 'a folder/of/mine'"),
+        ("- someone/texts", "- my texts.parquet", "`datasets` is 'my texts.parquet', which can't be a name"),
+        ("type: some-text", "type: some text", "`dataset.type` is 'some text'"),
+        ("value: 61.25", "value: good", "is 'good', but must be a number"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_metadata_that_the_hub_would_not_take_is_a_sentence(checkpoint, before, after, message):
+    card = render_card(checkpoint, "someone/model", datasets=["someone/texts"], base_model="someone/base")
+    assert before in card.content
+    with pytest.raises(ValueError, match=message):
+        check_metadata(ModelCard(card.content.replace(before, after)))

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import training.recipes.__main__
 from recurrent_gpt2 import RecurrentGPT2Config
 from tests.helpers import ROOT
 from training.recipe import (
@@ -16,9 +17,12 @@ from training.recipe import (
 )
 
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
+NEEDS_AN_EXTRA = {"reasoning_gym": pytest.mark.slow}  # which the slow tests install
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=NEEDS_AN_EXTRA.get(path.stem, ()), id=path.stem) for path in RECIPES]
+)
 def test_recipes_of_the_project_are_whole(path):
     recipe = load_recipe(path)
     if recipe.training.from_gpt2 is None:
@@ -142,3 +146,28 @@ def test_the_help_lists_every_field_with_its_meaning():
     assert "--resume (False)\n      Go on from the newest whole checkpoint in `output_dir`." in shown
     assert "--backprop_loops (8)\n      In training, gradients flow through this many last loops" in shown
     assert "text_column (text)\n      The column that holds the text." in shown
+
+
+def test_recipes_are_listed_with_a_line_each(capsys):
+    training.recipes.__main__.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [path.stem for path in RECIPES]
+    for line in lines:
+        assert line.endswith(".")
+        assert len(line.split()) > 4
+
+
+def test_a_recipe_is_copied_to_a_file_to_change(tmp_path, capsys):
+    copy = training.recipes.__main__.main
+    copy(["finetune", str(tmp_path / "mine.yaml")])
+    assert (tmp_path / "mine.yaml").read_text() == (ROOT / "training/recipes/finetune.yaml").read_text()
+    assert f"python -m training.train {tmp_path / 'mine.yaml'}" in capsys.readouterr().out
+    copy(["smoke", str(tmp_path)])
+    assert load_recipe(tmp_path / "smoke.yaml").training.max_steps > 0
+    for given, error, message in (
+        (["finetune", str(tmp_path / "mine.yaml")], FileExistsError, "is there already"),
+        (["fine", str(tmp_path / "other.yaml")], ValueError, "no recipe 'fine'. The project has: .*finetune"),
+        (["finetune"], ValueError, "Name a file"),
+    ):
+        with pytest.raises(error, match=message):
+            copy(given)

@@ -102,4 +102,5 @@ def example_of(task: Task) -> str:
     batch = task.full().sample(1, task.depth, np.random.default_rng(3))
     place = int(np.flatnonzero(batch.asked[0])[-1])
     prompt, answer = task.text(batch.ids[0, : place + 1]), task.tokens[batch.answers[0, place]]
-    return f"prompt = {prompt!r}\nanswer = {answer!r}  # what it should say"
+    prompt, answer = (json.dumps(text, ensure_ascii=False) for text in (prompt, answer))
+    return f"prompt = {prompt}\nanswer = {answer}  # what it should say"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .task import NO_ANSWER, TaskBatch, TaskSource
 from .vocabulary import ids_of_tokens
 
-ROWS_WITHOUT_TEXT = 2**20  # of an epoch; tasks have no end
+ROWS_OF_AN_EPOCH = 2**20  # tasks have no end
 VALIDATION_SEED = 1_000_003
 
 
@@ -35,9 +35,10 @@ class Curriculum:
 class TaskFeed:
     """The tasks of a run.
 
-    A batch that the data loader gives has the text rows, and for every other row only which task it is of. `fill` makes
-    those rows: a function of seed, step, micro-step, rank and curriculum, so that batches fetched ahead of a deeper
-    curriculum, or again after a resume, are what they would have been.
+    Rows of tasks are made when their step begins (`fill`): a function of seed, step, micro-step, rank and curriculum.
+    So batches fetched ahead of a deeper curriculum, or again after a resume, are what they would have been. Without
+    text the data loader gives which task each row is of. Beside text it gives the text, and every task adds as many
+    rows as its weight says, in a batch of their own: they are shorter, and take other loop counts.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class TaskFeed:
         tokenizer: PreTrainedTokenizerBase,
         seed: int = 0,
         rank: int = 0,
-        block_size: int | None = None,
+        text_weight: float | None = None,
     ):
         self.tasks = [source.task for source in sources]
+        self.weights, self.text_weight = [source.weight for source in sources], text_weight
         self.entries = [ids_of_tokens(tokenizer, task) for task in self.tasks]
         self.end, self.seed, self.rank = tokenizer.eos_token_id, seed, rank
-        self.block_size = max([block_size or 0, *(task.length + 1 for task in self.tasks)])
+        self.block_size = max(task.length + 1 for task in self.tasks)
         self.curricula = [Curriculum(task.depth, min(task.first_depth, task.depth)) for task in self.tasks]
         self._counts = np.zeros((len(self.tasks), 2))  # right and asked, of this step
 
@@ -72,23 +74,24 @@ class TaskFeed:
         labels[:, 1 : length + 1] = np.where(batch.asked, entries[batch.answers.clip(0)], NO_ANSWER)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
-    def fill(self, batch: dict[str, torch.Tensor], step: int, micro_step: int) -> dict[str, torch.Tensor]:
-        """The batch with its rows of tasks behind those of text; `task` says which task each is of, -1 for text."""
-        if "task" not in batch:
-            return batch
-        parts = [{name: batch[name] for name in ("input_ids", "labels")}] if "input_ids" in batch else []
-        of_row = [-1] * (len(batch["input_ids"]) if parts else 0)
-        for which, task in enumerate(self.tasks):
-            n = int((batch["task"] == which).sum())
-            if n == 0:
-                continue
+    def fill(self, batch: dict[str, Any], step: int, micro_step: int) -> dict[str, Any]:
+        """The batch with its rows of tasks, `task` saying which each is of; beside text they are its `tasks`."""
+        if "input_ids" not in batch:
+            return self._made(
+                [int((batch["task"] == which).sum()) for which in range(len(self.tasks))], step, micro_step
+            )
+        per_text_row = [weight / self.text_weight for weight in self.weights]
+        counts = [max(1, round(len(batch["input_ids"]) * share)) for share in per_text_row]
+        return {**batch, "tasks": self._made(counts, step, micro_step)}
+
+    def _made(self, counts: Sequence[int], step: int, micro_step: int) -> dict[str, torch.Tensor]:
+        parts, of_row = [], []
+        for which, (task, n) in enumerate(zip(self.tasks, counts, strict=True)):
             rng = np.random.default_rng([self.seed, step, micro_step, self.rank, which])
             parts.append(self.rows(which, task.sample(n, self.curricula[which].depth, rng)))
             of_row += [which] * n
-        device = batch["task"].device
-        filled = {name: torch.cat([_padded(part[name].to(device), self.block_size, fill) for part in parts])
-                  for name, fill in (("input_ids", self.end), ("labels", NO_ANSWER))}  # fmt: skip
-        return filled | {"task": torch.tensor(of_row, device=device)}
+        rows = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "labels")}
+        return rows | {"task": torch.tensor(of_row)}
 
     def validation(self, count: int) -> list[dict[str, torch.Tensor]]:
         """Rows at full depth that training does not see, of all tasks alike."""
@@ -139,27 +142,19 @@ class TaskFeed:
             curriculum.depth, curriculum.accuracy = saved["depth"], saved["accuracy"]
 
 
-class MixedRows(torch.utils.data.Dataset):
-    """Text blocks and places for rows of tasks, drawn according to the weights of their sources.
+class TaskRows(torch.utils.data.Dataset):
+    """Which task each row of a run without text is of, drawn according to their weights."""
 
-    An epoch sees every text block once. Without text all rows are places for tasks.
-    """
-
-    def __init__(self, text: Any, text_weight: float, sources: Sequence[TaskSource], seed: int):
-        weights = np.array([source.weight for source in sources] + [text_weight if text is not None else 0.0])
-        weights = weights / weights.sum()
-        self.text, text_rows = text, 0 if text is None else len(text)
-        tasks_per_text = (1 - weights[-1]) / weights[-1] if text_rows else 0
-        rows = text_rows + round(text_rows * tasks_per_text) if text_rows else ROWS_WITHOUT_TEXT
-        chosen = np.random.default_rng(seed).choice(len(sources), size=rows, p=weights[:-1] / weights[:-1].sum())
-        self.chosen = chosen.astype(np.int32)
-        self.chosen[:text_rows] = -1
+    def __init__(self, sources: Sequence[TaskSource], seed: int):
+        weights = np.array([source.weight for source in sources])
+        rng = np.random.default_rng(seed)
+        self.chosen = rng.choice(len(sources), size=ROWS_OF_AN_EPOCH, p=weights / weights.sum()).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return {"task": int(self.chosen[place])} if self.chosen[place] >= 0 else self.text[place]
+    def __getitem__(self, place: int) -> dict[str, int]:
+        return {"task": int(self.chosen[place])}
 
 
 def accuracy_metrics() -> dict[str, Any]:
@@ -174,7 +169,3 @@ def accuracy_metrics() -> dict[str, Any]:
         "compute_metrics": accuracy,
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     }
-
-
-def _padded(rows: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=value)

@@ -116,6 +116,8 @@ class TaskSource:
         """From a recipe: a mapping with `task`, perhaps `weight`, and settings of the task."""
         settings = dict(given)
         name, weight = settings.pop("task"), settings.pop("weight", 1.0)
+        if isinstance(name, str) and name.startswith("reasoning_gym:"):
+            name, settings["dataset"] = name.split(":", 1)
         if name not in _REGISTRY:
             raise ValueError(f"`task` is {name!r}, but must be one of {', '.join(available_tasks())}.")
         known = [field.name for field in fields(_REGISTRY[name])]

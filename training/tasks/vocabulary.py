@@ -28,6 +28,8 @@ def task_tokenizer(tasks: Sequence[Task]) -> PreTrainedTokenizerFast:
 
 def _one_way_to_set_blanks(tokens: list[str]) -> normalizers.Normalizer:
     """Leaves the tokens themselves as they are, since they go through it too: hence what must follow a sign."""
+    if " " in tokens:
+        return normalizers.Sequence([])  # characters: text is what it is
     rules = [normalizers.Replace(Regex(r"[ \t]+"), " "), normalizers.Replace(Regex(r"\s*[\n;]\s*"), "\n")]
     rules += [normalizers.Replace(Regex(rf" ?[{sign}] ?(?=\S)"), f" {sign} ") for sign in "+-="]
     if "?" in tokens:

@@ -18,7 +18,7 @@ from tests.training.runs import tiny_run, write_texts
 from tests.training.test_train import check_resume
 from training.data import collate
 from training.tasks import Chains, Programs, TaskSource, task_tokenizer
-from training.tasks.feed import Curriculum, MixedRows, TaskFeed
+from training.tasks.feed import Curriculum, TaskFeed, TaskRows
 from training.tasks.task import NO_ANSWER
 
 CHAINS = "{task: chains, slots: 10, depth: 4, values: 3, chains: 2}"
@@ -92,22 +92,37 @@ def test_loop_counts_are_uniform_from_the_depth_of_the_curriculum():
     assert [feed.draw_num_loops(1, 12, step, 0)[0] for step in range(800)] == drawn.tolist()
 
 
-def test_text_and_tasks_share_batches_by_their_weights():
-    text = [{"input_ids": np.full(30, place)} for place in range(100)]
-    rows = MixedRows(text, 1.0, [TaskSource(Chains(), 2.0), TaskSource(Programs(), 1.0)], seed=0)
-    drawn = [rows[place] for place in range(len(rows))]
-    assert len(drawn) == 400
-    assert sorted(int(row["input_ids"][0]) for row in drawn if "input_ids" in row) == list(range(100))
-    counts = np.bincount([row["task"] for row in drawn if "task" in row])
-    assert abs(counts[0] / counts.sum() - 2 / 3) < 0.08
+def test_tasks_alone_are_drawn_by_their_weights():
+    rows = TaskRows([TaskSource(Chains(), 2.0), TaskSource(Programs(), 1.0)], seed=0)
+    assert len(rows) == 2**20
+    counts = np.bincount([rows[place]["task"] for place in range(3000)])
+    assert abs(counts[0] / counts.sum() - 2 / 3) < 0.05
 
-    task = Chains(slots=20, depth=4)
-    feed = feed_of(task, block_size=30)
-    filled = feed.fill(collate([text[3], {"task": 0}, text[5], {"task": 0}]), 0, 0)
-    assert filled["input_ids"].shape == filled["labels"].shape == (4, 30)
-    assert filled["task"].tolist() == [-1, -1, 0, 0]
-    assert filled["labels"][:2].equal(filled["input_ids"][:2])
-    assert (filled["labels"][2:, 21:] == NO_ANSWER).all()
+
+def test_beside_text_tasks_come_in_a_batch_of_their_own_by_weight():
+    sources = [TaskSource(Chains(slots=20, depth=4), 3.0), TaskSource(Programs(), 1.0)]
+    tasks = [source.task for source in sources]
+    feed = TaskFeed(sources, task_tokenizer(tasks), text_weight=2.0)
+    text = [{"input_ids": np.full(30, place)} for place in range(4)]
+    filled = feed.fill(collate(text), 0, 0)
+    assert filled["input_ids"].shape == (4, 30)
+    assert filled["labels"].equal(filled["input_ids"])
+    made = filled["tasks"]
+    assert made["task"].tolist() == [0] * 6 + [1] * 2
+    assert made["input_ids"].shape == made["labels"].shape == (8, Programs().length + 1)
+    assert (made["labels"][:6, 21:] == NO_ANSWER).all()
+
+
+def test_the_loss_of_a_mixed_step_is_that_of_its_text_and_of_its_answers(folder):
+    sources = f"[{{path: {folder / 'texts.jsonl'}}}, {CHAINS}]"
+    fields = {"sources": sources, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "steps"}
+    trainer = training.train.main(task_run(folder, "parts", **fields, eval_steps=2))
+    logged = trainer.state.log_history
+    for entry in logged[:2]:
+        assert entry["loss"] == pytest.approx(entry["text_loss"] + entry["answers_loss"], abs=2e-3)
+        assert entry["perplexity"] == pytest.approx(np.exp(entry["text_loss"]))
+    evaluated = {name for entry in logged for name in entry}
+    assert {"eval_text_loss", "eval_text_perplexity", "eval_tasks_loss", "eval_tasks_accuracy"} <= evaluated
 
 
 def curriculum_of(run, step):
@@ -131,9 +146,11 @@ def test_a_run_resumed_in_the_middle_of_its_curriculum_ends_with_the_same_weight
     assert curriculum_of(whole, 24) == curriculum_of(cut, 24)
 
 
-def test_a_killed_run_of_tasks_beside_text_resumes_bit_for_bit(folder):
-    sources = f"[{{path: {folder / 'texts.jsonl'}}}, {CHAINS}]"
-    check_resume(folder, "mixed", kills=1, max_steps=20, sources=sources, most_loops=5, save_total_limit=2)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_killed_run_of_tasks_beside_text_resumes_bit_for_bit(folder, streaming):
+    sources = f"[{{path: {folder / 'texts.jsonl'}, streaming: {str(streaming).lower()}}}, {CHAINS}]"
+    name = f"mixed-{streaming}"
+    check_resume(folder, name, kills=1, max_steps=20, sources=sources, most_loops=5, save_total_limit=2)
 
 
 def test_a_trained_checkpoint_is_an_ordinary_one_that_knows_its_task(folder):
@@ -173,12 +190,6 @@ def test_bad_settings_are_a_sentence(folder, fields, message, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         training.train.main(task_run(folder, "bad", **fields))
-
-
-def test_streamed_text_beside_tasks_is_refused(folder):
-    sources = f"[{{path: {folder / 'texts.jsonl'}, streaming: true}}, {CHAINS}]"
-    with pytest.raises(ValueError, match="can't be streamed beside tasks"):
-        training.train.main(task_run(folder, "streamed", sources=sources))
 
 
 def test_training_with_exits_draws_policies_and_moves_the_weights(folder, monkeypatch):

@@ -37,7 +37,7 @@ def test_the_card_says_what_was_measured(folder):
     measured = json.loads((folder / "packed" / "depth.json").read_text())
     card = (folder / "packed" / "README.md").read_text()
     assert f"| 1 fixed loops | 1.00 | {measured['fixed'][0]['accuracy']:.4f} |" in card
-    assert "answer = ' " in card
+    assert 'answer = " ' in card
     check_card(folder / "packed")
     stale = folder / "packed" / "README.md"
     stale.write_text(card.replace("| 1 fixed loops | 1.00 | 0.", "| 1 fixed loops | 1.00 | 7."))

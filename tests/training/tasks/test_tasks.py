@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from training.tasks import Chains, Programs, TaskSource, extended_tokenizer, ids_of_tokens, task_tokenizer
+from training.tasks import Chains, Depo, Programs, TaskSource, extended_tokenizer, ids_of_tokens, task_tokenizer
 from training.tasks.task import NO_ANSWER
 
-TASKS = [Chains(), Programs()]
+TASKS = [Chains(), Depo(), Programs()]
 EACH_TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 
@@ -154,9 +154,31 @@ def test_a_bad_chain_is_named_in_a_sentence(text, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("w0 w1 w1 w0", "the ring has 4 words, but must tell for each of w0 to w2 once which one follows it"),
+        ("w0 w2 w2 w1 w1 w3 ? w0 >1", "there is 'w3', where one of w0 to w2 must be"),
+        ("w0 w2 w2 w1 w1 w0 ? w0 >3", "there is '>3', where one of >1 to >2 must be"),
+        ("w0 w2 w2 w1 w1 w0 ? w0", "a question is 'w0', but must read like"),
+        ("w0 w2 w2 w1 w1 w0 ? w0 >2 w2", "the answer to `\\? w0 >2 w2` is w1"),
+        ("w0 w2 w2 w1 w1 w0 ? w0 >1 ? w0 >1 ? w0 >1", "there are 3 questions, but must be at most 2"),
+    ],
+)
+def test_a_bad_ring_is_named_in_a_sentence(text, message):
+    with pytest.raises(ValueError, match=message):
+        Depo(words=3, depth=2, queries=2).parse(text)
+
+
+def test_a_ring_is_followed_word_by_word():
+    batch = Depo(words=3, depth=2, queries=2).parse("w0 w2 w2 w1 w1 w0 ? w0 >2 ? w1 >1")
+    assert batch.answers[batch.asked].tolist() == [1, 0]
+    assert batch.depths[batch.asked].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"task": "chain"}, "`task` is 'chain', but must be one of chains, programs"),
+        ({"task": "chain"}, "`task` is 'chain', but must be one of chains, depo, programs"),
         (
             {"task": "chains", "text_column": "text"},
             "`text_column` is a setting of text, but the source is task chains",
@@ -167,6 +189,7 @@ def test_a_bad_chain_is_named_in_a_sentence(text, message):
         ({"task": "chains", "values": 99}, "`values` of task chains is 99"),
         ({"task": "chains", "fresh": 1.5}, "`fresh` of task chains is 1.5"),
         ({"task": "chains", "weight": 0}, "`weight` of task chains is 0"),
+        ({"task": "depo", "words": 8}, "`depth` of task depo is 8, but a ring of 8 words has at most 7 places"),
         ({"task": "programs", "depth": 16}, "`depth` of task programs is 16, but 16 lines"),
         ({"task": "programs", "modulus": 11}, "`modulus` of task programs is 11"),
         ({"task": "programs", "queries": 0}, "`queries` of task programs is 0, but must be an int of at least 1"),

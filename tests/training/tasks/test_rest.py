@@ -1,0 +1,78 @@
+"""The loss by which tokens move until their answer stands, and rest from then on."""
+
+import pytest
+import torch
+
+import training.train
+from tests.training.tasks.test_feed import task_run
+from training.tasks.rest import MARGIN, answers_of, rest_loss
+from training.tasks.task import NO_ANSWER
+
+RIGHT, WRONG = 5, 6
+
+
+def walk(*lengths: float) -> torch.Tensor:
+    """States [K + 1, 1, 2, 2] of two tokens, the first of which takes relative steps of these lengths, on a circle."""
+    angles = torch.tensor([0.0, *(2 * torch.asin(torch.tensor(length / 2)) for length in lengths)]).cumsum(0)
+    first = torch.stack([angles.cos(), angles.sin()], -1)
+    return torch.stack([first, torch.ones_like(first)], 1)[:, None]
+
+
+def loss_of(states: torch.Tensor, *said: int, answer: int = RIGHT, delay: int = 1) -> float:
+    says = torch.tensor([[[token, RIGHT]] for token in said])
+    labels = torch.tensor([[NO_ANSWER, answer]])  # the second place has the label of the first
+    return rest_loss(states, says, answers_of(labels), delay).item()
+
+
+def test_long_steps_cost_nothing_until_the_answer_stands_and_one_step_more():
+    assert loss_of(walk(0.9, 0.8, 0.8, 0.8, 0.0), WRONG, WRONG, RIGHT, RIGHT, RIGHT) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_token_that_stands_still_before_it_has_its_answer_pays():
+    waits = loss_of(walk(0.9, 0.0, 0.8, 0.8, 0.0), WRONG, WRONG, RIGHT, RIGHT, RIGHT)
+    assert waits == pytest.approx(MARGIN / 2, abs=1e-6)  # one of the two steps after the first that it needs
+
+
+def test_a_token_that_moves_after_its_answer_stands_pays():
+    # Two tokens rest: at the last step the first, at steps 3 to 5 the second, which is asked for nothing.
+    assert loss_of(walk(0.9, 0.8, 0.8, 0.8, 0.4), WRONG, WRONG, RIGHT, RIGHT, RIGHT) == pytest.approx(0.4 / 4, abs=1e-6)
+
+
+def test_without_a_delay_the_step_after_the_last_needed_one_is_to_be_short():
+    states, says = walk(0.9, 0.8, 0.8, 0.4, 0.0), (WRONG, WRONG, RIGHT, RIGHT, RIGHT)
+    assert loss_of(states, *says) == pytest.approx(0, abs=1e-6)
+    # The first token rests at steps 4 and 5, the second, which is asked for nothing, at steps 2 to 5.
+    assert loss_of(states, *says, delay=0) == pytest.approx(0.4 / 6, abs=1e-6)
+
+
+def test_an_answer_that_is_lost_again_does_not_stand():
+    still_searching = loss_of(walk(0.9, 0.8, 0.8, 0.8, 0.8), RIGHT, RIGHT, WRONG, WRONG, RIGHT)
+    assert still_searching == pytest.approx(0, abs=1e-6)
+
+
+def test_tokens_that_are_asked_for_nothing_rest_after_two_steps():
+    assert loss_of(walk(0.9, 0.8, 0.0, 0.0, 0.0), *[WRONG] * 5, answer=NO_ANSWER) == pytest.approx(0, abs=1e-6)
+    assert loss_of(walk(0.9, 0.8, 0.6, 0.0, 0.0), *[WRONG] * 5, answer=NO_ANSWER) == pytest.approx(0.1, abs=1e-6)
+
+
+def test_training_with_it_moves_the_weights_and_repeats_itself(tmp_path):
+    fields = {"max_steps": 6, "save_strategy": "no", "num_hidden_layers": 1, "loop_groups": "[[0]]"}
+    weights = [
+        training.train.main(task_run(tmp_path, name, **fields, rest_weight=weight)).model.state_dict()["lm_head.weight"]
+        for name, weight in (("once", 0.5), ("again", 0.5), ("without", 0.0))
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rest_weight": -1}, "`rest_weight` is -1, but must be a number of at least 0"),
+        ({"rest_delay": -1}, "`rest_delay` is -1, but must be an int of at least 0"),
+        ({"rest_weight": 0.1, "loop_groups": "[[0], [1]]"}, "`rest_weight` needs one loop group at the end"),
+    ],
+)
+def test_bad_settings_are_a_sentence(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        training.train.main(task_run(tmp_path, "bad", **fields))
