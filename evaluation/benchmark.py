@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
-from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from recurrent_gpt2 import (
     AccelerationExit,
@@ -40,11 +41,18 @@ from recurrent_gpt2 import (
     RecurrentGPT2Config,
     RecurrentGPT2ForCausalLM,
 )
+from recurrent_gpt2.compiled_decoding import ReservedRoom
 from recurrent_gpt2.configuration_recurrent_gpt2 import CACHE_STRATEGIES
+from recurrent_gpt2.fast_layers import PackedLinearInt8
+from training.tasks import ids_of_tokens
+
+from .common import Sequences, load_checkpoint
+from .depth import run, tasks_of
+from .leaderboard import CHECKPOINTS
 
 LOOPS = 12
 APPLICATIONS = 56  # of layers: 8 that are not looped, and 4 that are
-SECONDS, QUICK_SECONDS = 20.0, 2.0  # of rounds, for a measurement; those whose rounds take long get more
+SECONDS, QUICK_SECONDS = 8.0, 1.0  # of rounds, for a measurement; those whose rounds take long get more
 # What can't be fused away, as the profiler names it.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -64,6 +72,8 @@ class Ratio:
     rounds: int
     reach: float | None = None  # a time should be at most this, a speed at least
     is_speed: bool = False
+    note: str = ""  # what else is to be known
+    part: str = ""  # the measurement that it is of
 
     @property
     def is_reached(self) -> bool | None:
@@ -95,10 +105,11 @@ def compare_times(
     reach: float | None = None,
     is_speed: bool = False,
     work: tuple[float, float] = (1, 1),
+    note: str = "",
 ) -> Ratio:
     """`work`: units of work that a call of either does, where they differ; times are per unit."""
     times = timed_rounds(what[0], [what[1], against[1]], seconds)
-    return ratio_of(what[0], against[0], times, reach, is_speed, work)
+    return ratio_of(what[0], against[0], times, reach, is_speed, work, note)
 
 
 def timed_rounds(name: str, functions: list[Callable[[], object]], seconds: float, warm: bool = True) -> np.ndarray:
@@ -121,13 +132,14 @@ def ratio_of(
     reach: float | None = None,
     is_speed: bool = False,
     work: tuple[float, float] = (1, 1),
+    note: str = "",
 ) -> Ratio:
     """`times`: seconds that either took in each round, [rounds, 2]."""
     pairs = times * 1000 / np.array(work)
     ratios = pairs[:, 1] / pairs[:, 0] if is_speed else pairs[:, 0] / pairs[:, 1]
     return Ratio(
         what, against, float(np.median(ratios)), float(ratios.min()), float(ratios.max()),
-        float(np.median(pairs[:, 0])), float(np.median(pairs[:, 1])), len(pairs), reach, is_speed,
+        float(np.median(pairs[:, 0])), float(np.median(pairs[:, 1])), len(pairs), reach, is_speed, note,
     )  # fmt: skip
 
 
@@ -144,34 +156,97 @@ def naive() -> RecurrentGPT2ForCausalLM:
     return RecurrentGPT2ForCausalLM(RecurrentGPT2Config(num_loops=LOOPS)).eval()
 
 
-@cache
 def looped() -> RecurrentGPT2ForCausalLM:
-    return copy.deepcopy(naive()).optimize_for_inference()
+    return looped_in("float32")
 
 
 @cache
-def gpt2(layers: int = APPLICATIONS) -> GPT2LMHeadModel:
+def looped_in(precision: str) -> RecurrentGPT2ForCausalLM:
+    return copy.deepcopy(naive()).optimize_for_inference(weights=precision)
+
+
+@cache
+def mini() -> tuple[RecurrentGPT2ForCausalLM, PreTrainedTokenizerBase]:
+    """The language model that comes with the project."""
+    return load_checkpoint(CHECKPOINTS / "recurrent-gpt2-mini", optimize=True)
+
+
+@cache
+def compiled_mini() -> RecurrentGPT2ForCausalLM:
+    return load_checkpoint(CHECKPOINTS / "recurrent-gpt2-mini")[0].optimize_for_inference(compile=True)
+
+
+@cache
+def gpt2(layers: int = APPLICATIONS, **settings) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # as ours
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_positions=512, use_cache=True, **no_dropout)).eval()
-
-
-def token_ids(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 50257, (batch, length), generator=torch.Generator().manual_seed(batch + length))
+    return GPT2LMHeadModel(GPT2Config(**{"n_positions": 512, "n_layer": layers, **no_dropout, **settings})).eval()
 
 
 @cache
-def context_cache(model, batch: int, context: int) -> Cache:
+@torch.no_grad()
+def gpt2_in_int8() -> GPT2LMHeadModel:
+    """By the same kernel as ours, its head too."""
+    model = copy.deepcopy(gpt2())
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(*module.weight.shape)
+            linear.weight.copy_(module.weight.T)
+            linear.bias.copy_(module.bias)
+            model.set_submodule(name, PackedLinearInt8(linear))
+    model.lm_head = PackedLinearInt8(model.lm_head)
+    return model
+
+
+class CompiledGPT2:
+    """A GPT-2 whose layers are compiled as ours are for one token of one text: as one function, in which keys and
+    values go to room that was made for them. There is no loop that would have to stay outside."""
+
+    def __init__(self, model: GPT2LMHeadModel):
+        base, end = model.transformer, model.config.n_positions
+        shape = (1, model.config.n_head, end, model.config.n_embd // model.config.n_head)
+        self.model, self.rooms = model, [(torch.zeros(shape), torch.zeros(shape)) for _ in base.h]
+
+        def run(state, rooms, end):
+            room = ReservedRoom(rooms, end)
+            for block in base.h:
+                state = block(state, past_key_values=room)
+            return base.ln_f(state)
+
+        options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+        self.run = torch.compile(run, fullgraph=True, dynamic=True, options=options)
+        with torch.no_grad():
+            self.run(torch.zeros(1, 1, model.config.n_embd), self.rooms, 6)
+
+    def decoder(self, context: int, most: int) -> Callable[[], None]:
+        """As `decoder`; what is in the context does not matter to the time."""
+        base, first = self.model.transformer, token_ids(1, context, most)[:, -1:]
+        position = torch.tensor([[context]])
+
+        @torch.inference_mode()
+        def decode() -> None:
+            state = self.run(base.wte(first) + base.wpe(position), self.rooms, context + 1)
+            self.model.lm_head(state)[:, -1:].argmax(-1)
+
+        return decode
+
+
+def token_ids(batch: int, length: int, most: int = 50257) -> torch.Tensor:
+    return torch.randint(0, most, (batch, length), generator=torch.Generator().manual_seed(batch + length))
+
+
+@cache
+def context_cache(model, batch: int, context: int, most: int = 50257) -> Cache:
     """A context that has been read. What decodes after it leaves it as it was."""
     past = LoopCache(model.config) if isinstance(model, RecurrentGPT2ForCausalLM) else DynamicCache(config=model.config)
     with torch.inference_mode():
-        model(token_ids(batch, context), past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(token_ids(batch, context, most), past_key_values=past, use_cache=True, logits_to_keep=1)
     return past
 
 
-def decoder(model, batch: int, context: int, tokens: int = 1, **arguments) -> Callable[[], None]:
-    """Decodes `tokens` tokens after a context that is in the cache before the clock starts."""
-    past, first = context_cache(model, batch, context), token_ids(batch, context)[:, -1:]
+def decoder(model, batch: int, context: int, tokens: int = 1, most: int = 50257, **arguments) -> Callable[[], None]:
+    """Decodes `tokens` tokens after a context (of entries below `most`) that is read before the clock starts."""
+    past, first = context_cache(model, batch, context, most), token_ids(batch, context, most)[:, -1:]
 
     @torch.inference_mode()
     def decode() -> None:
@@ -300,6 +375,182 @@ def exiting(seconds: float) -> Iterator[Ratio]:
     )  # fmt: skip
 
 
+def first_token(seconds: float) -> Iterator[Ratio]:
+    ids = token_ids(1, 64)
+    what = ("first token, prompt of 64", prefiller(looped(), ids))
+    yield compare_times(what, ("GPT-2, 56 layers", prefiller(gpt2(), ids)), seconds, 1.0)
+
+
+def precisions(seconds: float) -> Iterator[Ratio]:
+    fp32 = ("float32", decoder(looped(), 1, 64))
+    for precision, reach in (("bfloat16", None), ("int8", 0.5)):
+        yield compare_times((f"decode, {precision}", decoder(looped_in(precision), 1, 64)), fp32, seconds, reach)
+    what = ("decode, int8", decoder(looped_in("int8"), 1, 64))
+    yield compare_times(what, ("GPT-2, 56 layers, in int8 too", decoder(gpt2_in_int8(), 1, 64)), seconds, 0.75)
+    ids = token_ids(1, 512)
+    what = ("prefill, 512 tokens, int8", prefiller(looped_in("int8"), ids))
+    yield compare_times(what, ("float32", prefiller(looped(), ids)), seconds)
+
+
+def applied_layers(config: RecurrentGPT2Config, loops: float | None = None) -> float:
+    """That a token passes through, with as many loops of every group, or with the config's."""
+    counts = config.loops_per_group() if loops is None else [loops] * len(config.loop_groups)
+    looped = [len(group) * (count - 1) for group, count in zip(config.loop_groups, counts, strict=True)]
+    return config.num_hidden_layers + sum(looped)
+
+
+def small(seconds: float) -> Iterator[Ratio]:
+    """The model that comes with the project, at full depth, and a GPT-2 of its size."""
+    model, _ = mini()
+    config, most = model.config, model.config.vocab_size
+    applied = int(applied_layers(config))
+    size = {"n_embd": config.hidden_size, "n_head": config.num_attention_heads, "vocab_size": most}
+    peer = gpt2(applied, **size)
+    against = (f"GPT-2, {applied} layers, d = {config.hidden_size}", decoder(peer, 1, 64, most=most))
+    for name, measured, reach in (("", model, None), (", compiled", compiled_mini(), 0.8)):
+        fixed = decoder(measured, 1, 64, most=most)
+        what = f"decode, d = {config.hidden_size}{name}"
+        yield compare_times((what, fixed), against, seconds, reach)
+        never = decoder(measured, 1, 64, most=most, exit_policy=AccelerationExit(0.0))
+        yield compare_times((f"{what}, acceleration that never fires", never), ("fixed loops", fixed), seconds, 1.05)
+    against = (f"{against[0]}, compiled", CompiledGPT2(peer).decoder(64, most))
+    yield compare_times((what, fixed), against, seconds)
+
+
+def programs(seconds: float) -> Iterator[Ratio]:
+    """The policy of the model that comes with the project against the fixed depth that answers as well, on programs."""
+    model, tokenizer = mini()
+    config, own = model.config, model.generation_config
+    task = next((t for t in tasks_of(model) if t.name == "programs"), None)
+    policy, cap = getattr(own, "exit_policy", None), getattr(own, "num_loops", None)
+    if task is None or policy is None:
+        return
+    entries, full = ids_of_tokens(tokenizer, task), max(config.loops_per_group())
+    count = 64 if seconds > QUICK_SECONDS else 16
+    batch = task.full().sample(count, task.depth, np.random.default_rng([0]))
+    sequences = Sequences.of(batch, entries)
+    under = run(model, sequences, cap or full, policy)
+    depths = (run(model, sequences, count) for count in range(1, full + 1))
+    loops = next((n for n, fixed in enumerate(depths, 1) if fixed.accuracy >= under.accuracy - 0.001), full)
+    against = f"{loops} fixed loops, as many answers right ({under.accuracy:.1%})"
+    exits, fixed = {"exit_policy": policy, "num_loops": cap}, {"num_loops": loops}
+    for rows in (1, 8):
+        part, half = sequences.ids[:rows], sequences.ids.shape[1] // 2
+        for way, start in (("prefill", 0), ("decode", half)):
+            steps = float(under.depth[:rows, start:].mean())
+            work = (applied_layers(config, steps), applied_layers(config, loops))
+            if way == "prefill":
+                functions = [prefiller(model, part, **arguments) for arguments in (exits, fixed)]
+            else:
+                functions = [replayer(model, part, half, **arguments) for arguments in (exits, fixed)]
+            name = f"programs, batch {rows}, {way}, under the model's policy"
+            times = timed_rounds(name, functions, seconds)
+            note = f"loops x {steps / loops:.2f}, layers x {work[0] / work[1]:.2f}"
+            yield ratio_of(name, against, times, note=note)
+            yield ratio_of(f"{name}, time per layer", against, times, 1.15 if rows == 1 else None, work=work)
+
+
+def replayer(model, ids: torch.Tensor, start: int, **arguments) -> Callable[[], None]:
+    """Reads a text, and then its tokens from `start` on one by one."""
+
+    @torch.inference_mode()
+    def replay() -> None:
+        past = LoopCache(model.config)
+        model(ids[:, :start], past_key_values=past, use_cache=True, logits_to_keep=1, **arguments)
+        for place in range(start, ids.shape[1]):
+            model(ids[:, [place]], past_key_values=past, use_cache=True, **arguments)
+
+    return replay
+
+
+@dataclass
+class Drafted:
+    """A generation, plain and with drafts, greedy: the tokens must be the same."""
+
+    model: RecurrentGPT2ForCausalLM
+    prompt: torch.Tensor
+    new_tokens: int
+
+    def __post_init__(self):
+        loops = max(self.model.config.loops_per_group())
+        self.arguments = {
+            "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens, "do_sample": False,
+            "pad_token_id": 0, "num_loops": loops, "exit_policy": None,
+        }  # fmt: skip
+        self.expected = self.plain()
+
+    def plain(self) -> torch.Tensor:
+        return self.model.generate(self.prompt, **self.arguments)
+
+    def assisted(self, tokens: int, **draft) -> tuple[Callable[[], torch.Tensor], float]:
+        """The generation with drafts of as many tokens, and the share of them that was accepted."""
+        assistant = self.model.draft(**draft, num_tokens=tokens)
+        generate = partial(self.model.generate, self.prompt, assistant_model=assistant, **self.arguments)
+        drafted, verified = 0, 0
+
+        def count(module, args, kwargs) -> None:
+            nonlocal drafted, verified
+            full = self.model.config.loops_per_group(self.arguments["num_loops"])
+            is_full = kwargs.get("exit_policy") is None and kwargs.get("num_loops") == full
+            drafted, verified = drafted + (not is_full), verified + is_full
+
+        hook = self.model.model.register_forward_pre_hook(count, with_kwargs=True)
+        same = torch.equal(generate(), self.expected)
+        hook.remove()
+        if not same:
+            raise RuntimeError("a draft changed the tokens of greedy decoding.")
+        return generate, max(0.0, self.new_tokens - verified) / max(1, drafted)
+
+
+def speculating(seconds: float) -> Iterator[Ratio]:
+    """Drafts of few loops, verified at full depth: by the language model that comes with the project, by the one that
+    follows chains, and what the former's acceptance would give at the paper's size."""
+    is_quick = seconds <= QUICK_SECONDS
+    model, tokenizer = mini()
+    prompt = tokenizer("The documentation of this module says that", return_tensors="pt")["input_ids"]
+    policy = getattr(model.generation_config, "exit_policy", None)
+    text = Drafted(model, prompt, 48)
+    full = ("full depth", text.plain)
+    accepted = {}
+    drafts: list[tuple[str, dict]] = [(f"{n} loop{'s' * (n > 1)}", {"num_loops": n}) for n in (1, 2, 3)]
+    if policy is not None:
+        cap = getattr(model.generation_config, "num_loops", None) or text.arguments["num_loops"]
+        drafts.append(("its policy", {"num_loops": cap, "exit_policy": policy}))
+    for name, draft in drafts:
+        for tokens in (4,) if is_quick else (2, 4, 8):
+            assisted, accepted[name, tokens] = text.assisted(tokens, **draft)
+            what = (f"generation, drafts of {tokens} tokens by {name}", assisted)
+            goal = 1.8 if (name, tokens) == ("2 loops", 4) else None
+            note = f"accepted {accepted[name, tokens]:.0%}"
+            yield compare_times(what, full, seconds / 2, goal, is_speed=True, note=note)
+    chains, tokenizer = load_checkpoint(CHECKPOINTS / "recurrent-gpt2-chains", optimize=True)
+    task = tasks_of(chains)[0]
+    batch = task.full().sample(1, task.depth, np.random.default_rng([0]))
+    ids = Sequences.of(batch, ids_of_tokens(tokenizer, task)).ids
+    half = chains.config.max_position_embeddings // 2
+    generation = Drafted(chains, ids[:, :half], half)
+    for loops in (2,) if is_quick else (1, 2, 3):
+        assisted, share = generation.assisted(4, num_loops=loops)
+        what = (f"chains, drafts of 4 tokens by {loops} loop{'s' * (loops > 1)}", assisted)
+        against = ("full depth", generation.plain)
+        yield compare_times(what, against, seconds / 2, is_speed=True, note=f"accepted {share:.0%}")
+    past = context_cache(looped(), 1, 64)
+
+    @torch.inference_mode()
+    def verify() -> None:
+        looped()(token_ids(1, 5), past_key_values=past, use_cache=True)
+        past.crop(-5)
+
+    for loops, (name, _) in zip((1, 2, 3), drafts, strict=False):
+        functions = [decoder(looped(), 1, 64, num_loops=loops), verify, decoder(looped(), 1, 64)]
+        times = timed_rounds(f"draft of {loops}, verification, full depth", functions, seconds)
+        share = min(accepted[name, 4], 0.999)
+        tokens = (1 - share**5) / (1 - share)  # expected of a draft of 4 and its verification
+        both = np.stack([(4 * times[:, 0] + times[:, 1]) / tokens, times[:, 2]], axis=1)
+        what = f"paper's size, drafts of 4 tokens by {name}, if accepted as those of the small model"
+        yield ratio_of(what, "full depth", both, is_speed=True, note=f"accepted {share:.0%}")
+
+
 def scoring(seconds: float) -> Iterator[Ratio]:
     """256 tokens under a rule, in one pass and token by token; if it must be quick, the middle 16 of these."""
     model, ids, policy = looped(), token_ids(1, 256), AccelerationExit(0.1, normalize="state")
@@ -407,6 +658,11 @@ def growing(seconds: float) -> Iterator[Ratio]:
 
 MEASUREMENTS: dict[str, Callable[[float], Iterator[Ratio]]] = {
     "decode": decoding_one,
+    "first": first_token,
+    "precision": precisions,
+    "small": small,
+    "programs": programs,
+    "speculation": speculating,
     "batches": decoding_batches,
     "prefill": prefilling,
     "rules": never_firing,
@@ -425,18 +681,36 @@ imported = time.perf_counter()
 model = Model.from_pretrained({folder!r})
 loaded = time.perf_counter()
 
+import gc
 import torch
+
+
+def memory():  # the kernel's own record: `getrusage` would give a child the peak of its parent
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return {{name: int(status[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS")}}
+
+
+weights, peak, held = sum(parameter.nbytes for parameter in model.parameters()), 0, 0
+for parameter in model.parameters():  # in memory, and not only in the file
+    parameter.data = parameter.data.clone()
+gc.collect()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak starts anew
 if hasattr(model, "optimize_for_inference"):
-    model.optimize_for_inference()
+    before = memory()["VmRSS"]
+    model.optimize_for_inference(weights={precision!r})
+    gc.collect()
+    after = memory()
+    peak, held = (1 + (after[name] - before) / weights for name in ("VmHWM", "VmRSS"))
 with torch.inference_mode():
     past = model(torch.zeros(1, 512, dtype=torch.long), use_cache=True, logits_to_keep=1).past_key_values
 slots = [slot for layer in past.layers for slot in getattr(layer, "slots", [layer])]
-# The kernel's own record: `getrusage` would give a child the peak of its parent.
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({{
     "import": imported - started,
     "load": loaded - imported,
-    "peak_mib": int(status["VmHWM"].split()[0]) / 1024,
+    "peak_mib": memory()["VmHWM"] / 2**20,
+    "call_peak": peak,
+    "call_held": held,
     "cache_bytes": sum(slot.keys.nbytes + slot.values.nbytes for slot in slots),
 }}))
 """
@@ -450,11 +724,13 @@ class Memory:
 
     what: str
     cache_bytes: int
-    peak_mib: float  # of a fresh process, the weights included
+    peak_mib: float  # of a fresh process after loading, the weights included
+    call_peak: float = 0.0  # of that call, over the weights; 0: there was none
+    call_held: float = 0.0  # after it
 
 
-def in_fresh_process(module: str, folder: Path) -> dict[str, float]:
-    code = FRESH.format(module=module, folder=str(folder))
+def in_fresh_process(module: str, folder: Path, precision: str = "float32") -> dict[str, float]:
+    code = FRESH.format(module=module, folder=str(folder), precision=precision)
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -474,47 +750,101 @@ def loading(rounds: int, folders: dict[str, Path]) -> tuple[list[Ratio], list[Me
         for name, pairs in times.items():
             pairs.append((ours[name], theirs[name]))
     ratios = [ratio_of(name, peer, np.array(pairs), 1.1) for name, pairs in times.items()]
+    for precision in ("bfloat16", "int8"):
+        found[f"{strategies[0]}, {precision}"] = [in_fresh_process(OURS, folders[strategies[0]], precision)]
     memory = [
-        Memory(name, int(runs[0]["cache_bytes"]), float(np.median([run["peak_mib"] for run in runs])))
+        Memory(name, int(runs[0]["cache_bytes"]),
+               *(float(np.median([run[key] for run in runs])) for key in ("peak_mib", "call_peak", "call_held")))
         for name, runs in found.items()
-    ]
+    ]  # fmt: skip
     return ratios, memory
 
 
 @dataclass
 class Findings:
     seconds: float  # of rounds, for each measurement
-    machine: str = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    machine: str = field(default_factory=lambda: describe_machine())
     torch_version: str = torch.__version__
+    read_gb_per_second: float = 0.0  # of memory, beyond all caches
+    cache_mib: float | None = None  # the last level
     ratios: list[Ratio] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)  # measurements
+
+    @classmethod
+    def read(cls, file: Path) -> "Findings":
+        """What an interrupted run found, but for measurements that were not at their end."""
+        values = json.loads(file.read_text())
+        done = values.get("done", [])
+        kinds = {"ratios": Ratio, "shares": Share, "memory": Memory}
+        parts = {name: [kind(**row) for row in values[name]] for name, kind in kinds.items()}
+        parts["ratios"] = [ratio for ratio in parts["ratios"] if ratio.part in done]
+        if "shares" not in done:
+            parts["shares"] = []
+        return cls(**{**values, **parts})
 
     def write(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished.replace(file)
+
+
+def describe_machine() -> str:
+    """Processor, instructions and threads."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    processor = models[0] if models else platform.machine()
+    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def read_bandwidth() -> float:
+    """GB/s at which memory is read, the best of nine sums over 512 MB."""
+    values = torch.ones(2**27)
+    return values.nbytes / min(_seconds(values.sum) for _ in range(9)) / 1e9
+
+
+def last_cache_mib() -> float | None:
+    """As Linux tells it."""
+    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    return float(sizes[-1].read_text().strip().removesuffix("K")) / 1024 if sizes else None
 
 
 def measure(found: Findings, names: list[str]) -> Iterator[None]:
-    """Adds to the findings, with a pause after each addition."""
-    for name in (name for name in MEASUREMENTS if name in names):
-        for ratio in MEASUREMENTS[name](found.seconds):
-            found.ratios.append(ratio)
-            yield
-        gc.collect()
-    for share in shares_of_products() if "shares" in names else ():
-        found.shares.append(share)
-        yield
-    if "loading" in names:
-        with tempfile.TemporaryDirectory() as temporary:
-            folders = {name: Path(temporary, name) for name in (*CACHE_STRATEGIES, "GPT-2, 12 layers")}
-            for strategy in CACHE_STRATEGIES:
-                naive().config.cache_strategy = strategy
-                naive().save_pretrained(folders[strategy])
-            gpt2(12).save_pretrained(folders["GPT-2, 12 layers"])
-            ratios, found.memory = loading(2 if found.seconds <= QUICK_SECONDS else 9, folders)
+    """Adds to the findings what is not among them, with a pause after each addition."""
+    if not found.done:
+        found.read_gb_per_second, found.cache_mib = read_bandwidth(), last_cache_mib()
+    for name in names:
+        if name in found.done:
+            continue
+        if name in MEASUREMENTS:
+            for ratio in MEASUREMENTS[name](found.seconds):
+                ratio.part = name
+                found.ratios.append(ratio)
+                yield
+        elif name == "shares":
+            for share in shares_of_products():
+                found.shares.append(share)
+                yield
+        else:
+            ratios, found.memory = measure_loading(2 if found.seconds <= QUICK_SECONDS else 9)
+            for ratio in ratios:
+                ratio.part = name
             found.ratios += ratios
-            yield
+        found.done.append(name)
+        gc.collect()
+        yield
+
+
+def measure_loading(rounds: int) -> tuple[list[Ratio], list[Memory]]:
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: Path(temporary, name) for name in (*CACHE_STRATEGIES, "GPT-2, 12 layers")}
+        for strategy in CACHE_STRATEGIES:
+            naive().config.cache_strategy = strategy
+            naive().save_pretrained(folders[strategy])
+        gpt2(12).save_pretrained(folders["GPT-2, 12 layers"])
+        return loading(rounds, folders)
 
 
 def print_tables(found: Findings) -> None:
@@ -522,34 +852,58 @@ def print_tables(found: Findings) -> None:
     marks = {None: "", True: "reached", False: "missed"}
     for r in found.ratios:
         table.add_row(
-            r.what, r.against, f"{r.ratio:.3f}", f"{r.lowest:.3f}-{r.highest:.3f}", str(r.rounds), r.goal,
+            f"{r.what} ({r.note})" if r.note else r.what, r.against,
+            f"{r.ratio:.3f}", f"{r.lowest:.3f}-{r.highest:.3f}", str(r.rounds), r.goal,
             marks[r.is_reached], f"{r.milliseconds:.1f}", f"{r.milliseconds_against:.1f}",
         )  # fmt: skip
     console = Console(width=160)
     console.print(table)
+    cache_size = "" if found.cache_mib is None else f", last cache {found.cache_mib:.0f} MiB"
+    console.print(f"{found.machine}, memory read at {found.read_gb_per_second:.1f} GB/s{cache_size}")
     if found.shares:
         table = Table("share of time", "in matrix products", "in attention")
         for share in found.shares:
             table.add_row(share.what, f"{share.products:.0%}", f"{share.attention:.0%}")
         console.print(table)
     if found.memory:
-        table = Table("512 tokens", "bytes of the cache", "peak MiB of the process")
+        table = Table("512 tokens", "bytes of the cache", "peak MiB", "peak of the call / weights", "held after it")
         for m in found.memory:
-            table.add_row(m.what, f"{m.cache_bytes:,}", f"{m.peak_mib:.0f}")
+            of_call = [f"{m.call_peak:.3f}", f"{m.call_held:.3f}"] if m.call_peak else []
+            table.add_row(m.what, f"{m.cache_bytes:,}", f"{m.peak_mib:.0f}", *of_call)
         console.print(table)
+
+
+def resumed(file: Path | None, fresh: Findings) -> Findings:
+    """What the file has of a run like this one. Rows of two machines do not go into one table."""
+    if file is None:
+        raise ValueError("`--resume` needs `--output`, the file of the run that was stopped.")
+    if not file.exists():
+        return fresh
+    found = Findings.read(file)
+    for name in ("machine", "torch_version", "seconds"):
+        if getattr(found, name) != getattr(fresh, name):
+            raise ValueError(
+                f"{file} is of a run with {name} {getattr(found, name)!r}, this one has {getattr(fresh, name)!r}: "
+                "start anew, without `--resume`."
+            )
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MEASUREMENTS, "shares", "loading"]
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of rounds, for each measurement")
-    parser.add_argument("--quick", action="store_true", help="two seconds each, fewer points, no profiles")
+    parser.add_argument("--quick", action="store_true", help="a second each, fewer points, no profiles")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--output", type=Path, help="write the ratios to this JSON file too")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in the output file, after a stop")
     options = parser.parse_args(arguments)
+    chosen = [name for name in names if name in (options.only or names) and not (options.quick and name == "shares")]
     found = Findings(seconds=QUICK_SECONDS if options.quick else options.seconds)
+    if options.resume:
+        found = resumed(options.output, found)
     try:
-        for _ in measure(found, options.only or [name for name in names if not options.quick or name != "shares"]):
+        for _ in measure(found, chosen):
             if options.output is not None:  # nothing is lost if it is stopped
                 found.write(options.output)
     finally:
@@ -557,4 +911,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

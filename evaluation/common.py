@@ -4,6 +4,7 @@ that outlive a crash."""
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+from recurrent_gpt2 import ExitPolicy, RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 from recurrent_gpt2.exit_policies import resolve_exit_policy
 from training.data import Packer, Source, is_validation
+from training.tasks.task import TaskBatch
 
 
 def load_checkpoint(
@@ -22,7 +24,7 @@ def load_checkpoint(
     """Model (in eval mode, fp32) and tokenizer of a folder or a repository on the Hub; to be timed, `optimize` it."""
     try:
         model = RecurrentGPT2ForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # never, rather than asked for
     except OSError as error:
         raise FileNotFoundError(f"there is no checkpoint {name}: {str(error).splitlines()[0]}") from error
     if not model.config.loop_groups:
@@ -51,6 +53,27 @@ def describe_loops(exit_policy: Any, num_loops: list[int]) -> str:
     if all(policy is None for policy in resolve_exit_policy(exit_policy, len(num_loops))):
         return f"{loops} fixed loops"
     return f"{json.dumps(exit_policy, default=_policy_to_json)}, at most {loops} loops"
+
+
+def name_of_policy(policy: Any) -> str:
+    """`step_norm/state, 0.1` of a policy or its JSON form, `fixed` of none; of several, one per group."""
+    if isinstance(policy, list | tuple):
+        return "; ".join(name_of_policy(one) for one in policy)
+    if policy is None:
+        return "fixed"
+    if isinstance(policy, str | dict):
+        policy = ExitPolicy.from_dict({"name": policy} if isinstance(policy, str) else policy)
+    measure = policy.name if getattr(policy, "normalize", "none") == "none" else f"{policy.name}/{policy.normalize}"
+    patience = "" if policy.patience == type(policy).patience else f" x{policy.patience}"
+    return f"{measure}{patience}, {policy.threshold:g}" if policy.threshold else measure
+
+
+def name_of_loops(exit_policy: Any, num_loops: list[int]) -> str:
+    """As `describe_loops`, but short: `kl, 0.01, at most 24 loops`."""
+    if exit_policy is None:
+        return describe_loops(exit_policy, num_loops)
+    loops = num_loops[0] if len(set(num_loops)) == 1 else num_loops
+    return f"{name_of_policy(exit_policy)}, at most {loops} loops"
 
 
 def _policy_to_json(policy: Any) -> Any:
@@ -91,6 +114,32 @@ def blocks_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_si
             f"the text has no full block of {block_size} tokens: give more text or a smaller `--block_size`."
         )
     return torch.from_numpy(np.stack(blocks[:limit])).long()
+
+
+@dataclass
+class Sequences:
+    """What is scored: sequences in the entries of a checkpoint's tokenizer, and what should be said where."""
+
+    ids: torch.Tensor  # [n, length]
+    answers: torch.Tensor  # [n, length]
+    asked: np.ndarray  # [n, length]: where something should be said
+    depths: np.ndarray  # [n, length]: loops that it needs, where that is known
+
+    @classmethod
+    def of(cls, batch: TaskBatch, entries: np.ndarray) -> "Sequences":
+        """Those of a task, whose tokens have these entries."""
+        as_entries = [torch.from_numpy(entries[tokens]) for tokens in (batch.ids, batch.answers.clip(0))]
+        return cls(*as_entries, batch.asked, batch.depths)
+
+    @classmethod
+    def of_text(cls, blocks: torch.Tensor) -> "Sequences":
+        """Blocks [n, length]: at every token but the last, the next one is asked for."""
+        asked = np.ones(blocks.shape, dtype=bool)
+        asked[:, -1] = False
+        return cls(blocks, blocks.roll(-1, 1), asked, np.zeros(blocks.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @contextmanager

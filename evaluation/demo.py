@@ -1,13 +1,15 @@
 """What a looped model does, in a few minutes: `python -m evaluation.demo checkpoints/recurrent-gpt2-mini`.
 
-With `--programs CHECKPOINT`, first a program: what the model says of every line, the loops that this needs and those
-that it took. Then it continues a prompt under each exit policy with every token coloured by the loops that it took,
-sets the policies beside each other in a table, and writes the report of the checkpoint to a page for the browser.
+First a program, where the checkpoint (or another, `--programs`) can read one: every variable with its value, in the
+colour of the loops that it took, beside those that it needs. Then a prompt, continued with every token in the colour of
+its loops, and the exit policies beside each other. Then the report: its advice, and a page for the browser.
 """
 
 import argparse
+import json
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from recurrent_gpt2 import AccelerationExit, ExitPolicy, FixedLoops, KLExit, StepNormExit
 from training.tasks import ids_of_tokens
 
-from .common import describe_loops, load_checkpoint, loops_of_generate, mean_depth
-from .depth import task_of
-from .exit_tradeoff import PAPER_THRESHOLDS, cap_of, score_loops
+from .advice import advice_line, advice_text
+from .common import load_checkpoint, loops_of_generate, mean_depth, name_of_loops, name_of_policy
+from .depth import task_of, tasks_of
+from .exit_tradeoff import PAPER_THRESHOLDS, cap_of
 from .figures import PAPER_RULES
-from .report import Settings, blocks_by_seed, make_report
+from .report import Settings, make_report
 
 # From few loops to many; the mean of all looped layers.
 COLORS = ("grey50", "cyan", "green", "yellow", "orange1", "red")
@@ -65,7 +68,7 @@ def continue_text(
     elapsed = time.perf_counter() - started
     # The loops at a token predict the next one, so a new token has those of the token before it.
     loops = mean_depth(output.loop_steps[0, ids.shape[1] - 1 :], model.config)
-    text = Text(prompt, style="bold")
+    text = Text().append(prompt, style="bold")
     for token, taken in zip(output.sequences[0, ids.shape[1] :], loops, strict=True):
         text.append(tokenizer.decode(token), style=color_of(taken.item(), max(num_loops)))
     return text, loops.mean().item(), 1000 * elapsed / len(loops)
@@ -73,8 +76,8 @@ def continue_text(
 
 @torch.no_grad()
 def show_program(console: Console, checkpoint: str, text: str = PROGRAM) -> None:
-    """A program part by part, up to each place where the task has an answer: what the model says there, the loops that
-    this needs, and the loops that it took."""
+    """A program, up to each place where the task has an answer: the value that the model says, in the colour
+    of the loops that it took, beside the loops that it needs."""
     model, tokenizer = load_checkpoint(checkpoint, optimize=True)
     task, loops = task_of(model), loops_of_generate(model)
     batch = task.parse(text)
@@ -84,24 +87,33 @@ def show_program(console: Console, checkpoint: str, text: str = PROGRAM) -> None
     taken = mean_depth(output.loop_steps[0], model.config)
     asked = batch.asked[0].nonzero()[0].tolist()
     most = int(taken[asked].max())
-    table = Table("", "the model says", "right", "loops needed", "loops taken", title=f"{task.name}, {checkpoint}")
+    table = Table(task.name, "value", "loops needed", "loops taken")
     start = 0
     for place in asked:
-        part, start = task.text(batch.ids[0, start : place + 1]).strip(), place + 1
+        part = task.text(batch.ids[0, start : place + 1]).strip()
+        is_told = place + 1 < batch.ids.shape[1] and batch.ids[0, place + 1] == batch.answers[0, place]
+        start = place + 1 + is_told  # the answer to a question stands behind it
         answer, needs = task.tokens[batch.answers[0, place]].strip(), int(batch.depths[0, place])
-        bar = Text(
-            f"{taken[place]:>4.0f} " + "█" * round(taken[place].item()), style=color_of(taken[place].item(), most)
-        )
-        table.add_row(part, said[place], "yes" if said[place] == answer else f"no, {answer}", str(needs), bar)
+        colour = color_of(taken[place].item(), most)
+        value = Text(said[place] if said[place] == answer else f"{said[place]}, but it is {answer}", f"bold {colour}")
+        bar = Text(f"{taken[place]:>2.0f} " + "█" * round(taken[place].item()), style=colour)
+        table.add_row(part, value, f"{needs:>2} " + "░" * needs, bar)
+    console.print(f"[bold]A program[/bold], answered by {Path(checkpoint).name} ({name_of_loops(**loops)})")
     console.print(table)
-    console.print(f"{describe_loops(**loops)}: {taken.mean():.2f} loops in the mean over all {len(taken)} tokens\n")
+    console.print(f"{taken.mean():.1f} loops in the mean over all {len(taken)} tokens\n")
+
+
+def legend(most: int) -> Text:
+    """What the colours mean."""
+    firsts = [1 + place * (most - 1) / len(COLORS) for place in range(len(COLORS))]
+    return Text(" ").join(Text(f"{first:.0f}+", style=color) for first, color in zip(firsts, COLORS, strict=True))
 
 
 def policies_of(own: Any) -> dict[str, Any]:
     """The policies to show, by name, and first among the adaptive ones the checkpoint's own."""
     own = _as_policy(own)
     shown = [POLICIES[0], *([] if own in (None, POLICIES[0]) else [own]), *(p for p in POLICIES[1:] if p != own)]
-    return {name_of(policy) + (" (default)" if policy == own else ""): policy for policy in shown}
+    return {name_of_policy(policy) + (" (default)" if policy == own else ""): policy for policy in shown}
 
 
 def _as_policy(given: Any) -> Any:
@@ -110,60 +122,52 @@ def _as_policy(given: Any) -> Any:
     return ExitPolicy.from_dict({"name": given} if isinstance(given, str) else given) if given else None
 
 
-def name_of(policy: Any) -> str:
-    if isinstance(policy, list):
-        return "; ".join(name_of(one) for one in policy)
-    if policy is None:
-        return "fixed"
-    measure = policy.name if getattr(policy, "normalize", "none") == "none" else f"{policy.name}/{policy.normalize}"
-    return f"{measure}, {policy.threshold:g}" if policy.threshold else measure
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="folder of a trained model, or name on the Hub")
-    parser.add_argument("--programs", help="a model of a depth task, to show a program with")
+    parser.add_argument("--programs", help="another model, of programs, to show a program with")
     parser.add_argument("--prompt", default="Return the number of")
     parser.add_argument("--new_tokens", type=int, default=40)
     parser.add_argument("--source", default="python-docs", help="held-out text: a file, or python-docs")
     parser.add_argument("--blocks", type=int, default=8, help="blocks of held-out text")
     parser.add_argument("--output", type=Path, default=Path("results/demo"), help="folder of the report")
     options = parser.parse_args(arguments)
+    logging.disable_progress_bar()  # of loading, which takes no time
     console = Console(highlight=False)
     model, tokenizer = load_checkpoint(options.checkpoint, optimize=True)
-    if options.programs is not None:
-        show_program(console, options.programs)
-    default = loops_of_generate(model)
-    most = cap_of(model)
-    legend = Text("loops: ")
-    for place, color in enumerate(COLORS):
-        legend.append(f"{1 + place * (most - 1) / len(COLORS):.0f}+ ", style=color)
-    console.print(legend)
-    console.print(f"unless told otherwise: {describe_loops(**default)}\n")
-
-    settings = Settings(
-        [options.source], options.output, rules=PAPER_RULES, thresholds=[*PAPER_THRESHOLDS, 0.1, 0.5, 2.0], cap=most,
-        depths=(1, 2, 3, 4, 6, 8, 12), blocks=options.blocks, rounds=1, samples=2,
-    )  # fmt: skip
+    if options.programs or any(task.name == "programs" for task in tasks_of(model)):
+        show_program(console, options.programs or options.checkpoint)
+    default, most = loops_of_generate(model), cap_of(model)
     policies = policies_of(default["exit_policy"])
     # Where the checkpoint's own setting is a fixed depth, that is the depth of the row without exits.
     loops_of = {name: model.config.loops_per_group(most) for name in policies} | {"fixed": default["num_loops"]}
     continue_text(model, tokenizer, options.prompt, None, 2, loops_of["fixed"])  # the first call is slower
-    continued = []
-    for name, policy in policies.items():
-        continued.append(continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, loops_of[name]))
-        console.print(f"[underline]{name}[/underline]\n", continued[-1][0], "\n", sep="")
-    blocks = blocks_by_seed(options.source, tokenizer, settings, model.config.max_position_embeddings)[0]
-    table = Table("exit policy", "mean loops", "ms/token", f"perplexity, {options.source}", "mean loops there",
-                  title=f"{options.new_tokens} tokens, at most {most} loops")  # fmt: skip
-    rows = zip(policies.items(), continued, strict=True)
-    for (name, policy), (_, loops, milliseconds) in tqdm(rows, "perplexity", unit=" policies", total=len(policies)):
-        scored = score_loops(model, blocks, policy, loops_of[name])
-        cells = (f"{loops:.2f}", f"{milliseconds:.1f}", f"{scored['perplexity']:.2f}", f"{scored['mean_depth']:.2f}")
-        table.add_row(name, *cells)
+    continued = {name: continue_text(model, tokenizer, options.prompt, policy, options.new_tokens, loops_of[name])
+                 for name, policy in policies.items()}  # fmt: skip
+    shown = next((name for name in policies if name.endswith("(default)")), "fixed")
+    console.print(f"[bold]Text[/bold], continued by {Path(options.checkpoint).name} ({name_of_loops(**default)})")
+    console.print(Text("loops: ").append_text(legend(most)))
+    console.print(Text("  ").append_text(continued[shown][0]), "\n", sep="")
+    table = Table("the same by", "loops a token", "ms/token", "text as with fixed loops")
+    plain = continued["fixed"][0].plain
+    for name, (text, loops, milliseconds) in continued.items():
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text.plain, plain, strict=False)))
+        same -= len(options.prompt)
+        total = len(plain) - len(options.prompt)
+        table.add_row(name, f"{loops:.2f}", f"{milliseconds:.1f}", "yes" if text.plain == plain
+                      else f"for {same} of {total} letters")  # fmt: skip
     console.print(table)
+
+    console.print("\n[bold]The report[/bold]: every rule on held-out text, beside fixed depth")
+    settings = Settings(
+        [options.source], options.output, rules=PAPER_RULES, thresholds=[*PAPER_THRESHOLDS, 0.1, 0.5, 2.0], cap=most,
+        depths=(1, 2, 3, 4, 6, 8, 12), blocks=options.blocks, rounds=1, samples=2,
+    )  # fmt: skip
     page = make_report(options.checkpoint, settings)
-    print(f"The report is written: open {page} in a browser.")
+    report = json.loads((options.output / "report.json").read_text())
+    console.print(Text(advice_text(report["advice"], report["sources"][0]["name"]).replace("**", "").replace("`", "")))
+    console.print(Text(f"  {advice_line(report['advice'])}", style="bold"))
+    print(f"Open {page} in a browser.")
 
 
 if __name__ == "__main__":

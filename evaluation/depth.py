@@ -34,7 +34,6 @@ from recurrent_gpt2 import (
 )
 from recurrent_gpt2.geometry import above_floor, contraction_ratios
 from training.tasks import Task, TaskSource, ids_of_tokens
-from training.tasks.task import TaskBatch
 
 from .baselines import (
     bootstrap_interval,
@@ -46,7 +45,7 @@ from .baselines import (
     shuffled,
     take_steps,
 )
-from .common import load_checkpoint, mean_depth
+from .common import Sequences, load_checkpoint, mean_depth
 
 TUNING_SEED, TEST_SEED, DEEPER_SEED = 71, 72, 73  # training draws from seeds of four or more numbers
 TARGETS = (0.95, 0.98, 0.99, 0.999)
@@ -71,24 +70,6 @@ RULES: dict[str, tuple[Callable[[float], ExitPolicy], tuple[float, ...]]] = {
     "confidence x3": _rule(ConfidenceExit, (0.5, 0.3, 0.1, 0.03, 0.01, 1e-3), patience=3),
     "entropy": _rule(EntropyExit, (1.0, 0.3, 0.1, 0.03, 0.01)),
 }
-
-
-@dataclass
-class Sequences:
-    """Sequences of a task in the entries of a checkpoint's tokenizer."""
-
-    ids: torch.Tensor  # [n, length]
-    answers: torch.Tensor  # [n, length]
-    asked: np.ndarray  # [n, length]
-    depths: np.ndarray  # [n, length]
-
-    @classmethod
-    def of(cls, batch: TaskBatch, entries: np.ndarray) -> "Sequences":
-        as_entries = [torch.from_numpy(entries[tokens]) for tokens in (batch.ids, batch.answers.clip(0))]
-        return cls(*as_entries, batch.asked, batch.depths)
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass
@@ -451,9 +432,14 @@ def _median(values: torch.Tensor, chosen: torch.Tensor) -> float | None:
     return values[chosen].median().item() if chosen.any() else None
 
 
+def tasks_of(model: RecurrentGPT2ForCausalLM) -> list[Task]:
+    """The tasks that a checkpoint was trained on."""
+    return [TaskSource.parse(settings).task for settings in getattr(model.config, "tasks", None) or []]
+
+
 def task_of(model: RecurrentGPT2ForCausalLM, name: str | None = None) -> Task:
-    """The task that a checkpoint was trained on, `name` where there are several."""
-    tasks = [TaskSource.parse(settings).task for settings in getattr(model.config, "tasks", None) or []]
+    """The one that a checkpoint was trained on, `name` where there are several."""
+    tasks = tasks_of(model)
     if not tasks:
         raise ValueError("the checkpoint was trained on no depth task: see docs/tasks.md for how to train one.")
     names = [task.name for task in tasks]

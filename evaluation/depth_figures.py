@@ -21,8 +21,10 @@ STYLES = {rule: RULE_STYLES[rule] for rule in ("fixed", "step_norm/state", "kl",
 
 def plot_depth(result: dict[str, Any], rules: tuple[str, ...] | None = None) -> Figure:
     """Left, accuracy against mean steps for every rule and its baselines; right, steps against required depth."""
-    figure, (quality, steps) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     shown = [rule for rule in STYLES if rule in result["rules"] and (rules is None or rule in rules)]
+    panels = 2 if any(result["no_loss"].get(rule) for rule in shown) else 1  # none without data
+    figure, axes = plt.subplots(1, panels, figsize=(4.5 * panels, 3.6), layout="constrained", squeeze=False)
+    quality = axes[0, 0]
     fixed = [(row["mean_steps"], row["accuracy"]) for row in result["fixed"]]
     _curve(quality, fixed, "fixed loops", STYLES["fixed"])
     for rule in shown:
@@ -35,7 +37,9 @@ def plot_depth(result: dict[str, Any], rules: tuple[str, ...] | None = None) -> 
     quality.set(xlabel="mean loops of a token", ylabel="right answers", xlim=(0.8, min(result["cap"], 14)))
     quality.legend(fontsize=7, loc="lower right")
 
-    most = 0
+    if panels == 1:
+        return figure
+    steps, most = axes[0, 1], 0
     for rule in shown:
         found = result["no_loss"].get(rule) or {}
         row = next((r for r in result["rules"][rule] if r["threshold"] == found.get("threshold")), None)
@@ -43,10 +47,11 @@ def plot_depth(result: dict[str, Any], rules: tuple[str, ...] | None = None) -> 
             taken = np.array(row["steps_by_depth"], dtype=float)
             steps.plot(range(len(taken)), taken, label=f"{rule} {row['threshold']:g}", markersize=4, **STYLES[rule])
             most = max(most, len(taken))
-    if most:
-        steps.plot(range(1, most), range(1, most), color="black", linewidth=0.8, label="as needed")
-        steps.axhline(result["no_loss"]["num_loops"][0], color="black", linestyle="--", linewidth=0.8)
-        steps.legend(fontsize=7)
+    steps.plot(range(1, most), range(1, most), color="black", linewidth=0.8, label="as needed")
+    full = result["no_loss"]["num_loops"][0]
+    steps.axhline(full, color="black", linestyle="--", linewidth=0.8, label=f"{full} fixed loops")
+    steps.set_ylim(0, None)
+    steps.legend(fontsize=7, loc="lower right")
     steps.set(xlabel="loops that a token needs", ylabel="loops that it took")
     return figure
 

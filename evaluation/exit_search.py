@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from training.estimate import forward_flops
 from training.tasks import Task, ids_of_tokens
 
 from .common import appended, read_lines
-from .exit_tradeoff import Setting
+from .exit_tradeoff import Measured, Setting, counting
 
 NO_LABEL = -100
 TOKENS_OF_A_BATCH = 4096
@@ -102,7 +102,7 @@ class Workload:
 
 
 @dataclass
-class Score:
+class Score(Measured):
     """A setting on a workload."""
 
     setting: Setting
@@ -112,13 +112,6 @@ class Score:
     flops: float  # per token, those passes included
     code: str = ""  # of the rule, as a digest
     ms_per_token: dict[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps({**vars(self), "setting": vars(self.setting)})
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Score":
-        return cls(**{**values, "setting": Setting(**values["setting"])})
 
 
 @torch.no_grad()
@@ -141,7 +134,7 @@ def run(
 def score(model: RecurrentGPT2ForCausalLM, workload: Workload, setting: Setting) -> Score:
     config, decoded = model.config, [0]
     policies = resolve_exit_policy(setting.exit_policy, len(config.loop_groups))
-    counted = [_counting(policy, decoded) for policy in policies]
+    counted = [counting(policy, decoded) for policy in policies]
     losses, steps = run(model, workload, setting.num_loops, lambda rows: counted, setting.rule)
     mean_steps = steps.double().mean((0, 1)).tolist()
     decodes = decoded[0] / workload.ids.numel()
@@ -166,21 +159,6 @@ def _is_fresh(score: Score) -> bool:
         return score.code == code_of(score.setting)
     except ValueError:  # a rule that is not registered now
         return False
-
-
-def _counting(policy: Callable | None, decoded: list[int]) -> Callable | None:
-    """The policy, with the tokens that it decodes added up."""
-    if policy is None:
-        return None
-
-    def counted(view: LoopView) -> torch.Tensor:
-        def decode(states: torch.Tensor) -> torch.Tensor:
-            decoded[0] += states.shape[0]
-            return view.decode(states)
-
-        return policy(replace(view, decode=decode))
-
-    return counted
 
 
 @contextmanager
@@ -321,10 +299,12 @@ def fixed_ladder(cap: tuple[int, ...]) -> Ladder:
     return Ladder("fixed", cap, [[min(count, most) for most in cap] for count in counts])
 
 
-def rule_ladders(model: RecurrentGPT2ForCausalLM, workload: Workload, rule: Rule, cap: tuple[int, ...]) -> list[Ladder]:
+def rule_ladders(
+    model: RecurrentGPT2ForCausalLM, workload: Workload, rule: Rule, cap: tuple[int, ...], *beside: Workload
+) -> list[Ladder]:
     """Levels of a rule: with one threshold for all groups, and with one for each at the same mean steps."""
     conditions = rule.policy.get("of") or [rule.policy]
-    few = next(workload.batches())
+    few = [next(kind.batches()) for kind in (workload, *beside)]
     measured = [measures(model, few, condition, cap, rule.label) for condition in conditions]
     if any(groups is None for groups in measured):  # it has no threshold to choose
         return [Ladder(rule.label, cap, [[_complete(rule.policy)] * len(cap)])]
@@ -345,7 +325,7 @@ def rule_ladders(model: RecurrentGPT2ForCausalLM, workload: Workload, rule: Rule
 
 @torch.no_grad()
 def measures(
-    model: RecurrentGPT2ForCausalLM, workload: Workload, policy: Any, cap: tuple[int, ...], label: str
+    model: RecurrentGPT2ForCausalLM, batches: Iterable[Workload], policy: Any, cap: tuple[int, ...], label: str
 ) -> list[np.ndarray] | None:
     """What a rule measures at full depth, [tokens, steps - 1] for each group; infinity where there is nothing yet.
 
@@ -364,7 +344,7 @@ def measures(
         seen[view.group][view.step].append(measure.nan_to_num(math.inf, math.inf, math.inf))
         return torch.zeros(n, dtype=torch.bool, device=device)
 
-    for batch in workload.batches():
+    for batch in batches:
         with _named_errors(label):
             model(batch.ids, exit_policy=record, num_loops=list(cap), use_cache=False, logits_to_keep=1)
     return [

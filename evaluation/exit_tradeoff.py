@@ -8,6 +8,8 @@ from. `accelerate launch` spreads the sweep over processes; times are measured b
 
 Two rules at the same threshold are at different depths. `compare` therefore sets every adaptive result beside fixed
 depth at the same mean number of steps, sequence by sequence, with bootstrap intervals.
+
+`--rules` takes rules of your own too (`my_policy.py`, `module:Class`): their thresholds come from what they measure.
 """
 
 import argparse
@@ -16,11 +18,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,11 +31,12 @@ from scipy.stats import bootstrap
 from tqdm.auto import tqdm
 
 from recurrent_gpt2 import ExitPolicy, RecurrentGPT2ForCausalLM
-from recurrent_gpt2.exit_policies import exit_policy_to_json
+from recurrent_gpt2.exit_policies import LoopView, exit_policy_to_json, resolve_exit_policy
 from training.data import Source
 from training.estimate import forward_flops
 
 from .common import (
+    Sequences,
     appended,
     describe_loops,
     held_out_documents,
@@ -58,6 +61,7 @@ SWEEPS = {
 }
 CAP = 24  # where the checkpoint has none
 FIXED_DEPTHS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64)
+MEASURED = 10  # thresholds of a rule that has none in `SWEEPS`
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,10 @@ class Setting:
     @property
     def exit_policy(self) -> Any:
         return None if self.policy is None else json.loads(self.policy)
+
+    @property
+    def threshold(self) -> float:
+        return self.exit_policy["threshold"]
 
 
 def make_settings(
@@ -96,8 +104,43 @@ def make_settings(
     return settings
 
 
+def measured_settings(
+    model: RecurrentGPT2ForCausalLM,
+    blocks: torch.Tensor,
+    rules: list[Any],
+    cap: int,
+    min_loops: int = 1,
+    thresholds: list[float] | None = None,
+) -> list[Setting]:
+    """The sweep of rules (of `exit_search.find_rules`) that have no thresholds here: of those that take the rule from
+    never to at once on these blocks, a few."""
+    from .exit_search import Workload, rule_ladders  # which is made of this module's settings
+
+    settings = []
+    for rule in rules:
+        of_rule = replace(rule, policy={**rule.policy, "min_loops": min_loops})
+        loops = tuple([cap] * len(model.config.loop_groups))
+        rungs = [rung[0] for rung in rule_ladders(model, Workload.of_text(blocks), of_rule, loops)[0].rungs]
+        if thresholds is not None and "of" not in rule.policy:
+            rungs = [{**rungs[0], "threshold": threshold} for threshold in thresholds]
+        places = np.unique(np.linspace(0, len(rungs) - 1, min(MEASURED, len(rungs))).round().astype(int))
+        settings += [Setting(rule.label, json.dumps(rungs[place], sort_keys=True), cap) for place in places]
+    return settings
+
+
+class Measured:
+    """What was measured at a `setting`, in fields of a dataclass: a line of JSON, and back."""
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "setting": vars(self.setting)})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{**values, "setting": Setting(**values["setting"])})
+
+
 @dataclass
-class Result:
+class Result(Measured):
     setting: Setting
     cross_entropy: float
     perplexity: float
@@ -114,33 +157,37 @@ class Result:
         """Mean steps of a looped layer: groups count by their layers. The x-axis of the fair comparison."""
         return float(np.average(self.mean_steps, weights=self.group_sizes))
 
-    def to_json(self) -> str:
-        return json.dumps({**vars(self), "setting": vars(self.setting)})
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Result":
-        return cls(**{**values, "setting": Setting(**values["setting"])})
-
 
 @torch.no_grad()
-def score(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, setting: Setting, batch_size: int = 8) -> Result:
-    """Quality and steps of a setting, in one adaptive pass over each block."""
-    losses, steps, depths = [], [], []
-    for batch in blocks.to(model.device).split(batch_size):
-        output = model(batch, exit_policy=setting.exit_policy, num_loops=setting.num_loops, use_cache=False)
-        logits = output.logits[:, :-1].float().transpose(1, 2)
-        losses.append(torch.nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none").double().mean(1))
+def score(
+    model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor | Sequences, setting: Setting, batch_size: int = 8
+) -> Result:
+    """Quality and steps of a setting, in one adaptive pass over each block of text, or over sequences of a task."""
+    sequences = Sequences.of_text(blocks) if isinstance(blocks, torch.Tensor) else blocks
+    losses, steps, depths, decoded = [], [], [], [0]
+    policies = resolve_exit_policy(setting.exit_policy, len(model.config.loop_groups))
+    counted = [counting(policy, decoded) for policy in policies]
+    for start in range(0, len(sequences), batch_size):
+        rows = slice(start, start + batch_size)
+        ids, answers = (values[rows].to(model.device) for values in (sequences.ids, sequences.answers))
+        asked = torch.from_numpy(sequences.asked[rows]).to(model.device)
+        output = model(ids, exit_policy=counted, num_loops=setting.num_loops, use_cache=False)
+        logits = output.logits.float().transpose(1, 2)
+        nats = torch.nn.functional.cross_entropy(logits, answers, reduction="none").double()
+        losses.append((nats * asked).sum(1) / asked.sum(1))
         steps.append(output.loop_steps.flatten(0, 1).double())
         depths.append(mean_depth(output.loop_steps, model.config).mean(1))
     losses, steps = torch.cat(losses), torch.cat(steps)
-    mean = losses.mean().item()
+    mean, mean_steps = losses.mean().item(), steps.mean(0).tolist()
+    flops = forward_flops(model.config, mean_steps, sequences.ids.shape[1] // 2)
+    flops += decoded[0] / sequences.ids.numel() * 2 * model.config.hidden_size * model.config.vocab_size
     return Result(
         setting,
         cross_entropy=mean,
         perplexity=float(np.exp(mean)),
-        mean_steps=steps.mean(0).tolist(),
+        mean_steps=mean_steps,
         std_steps=steps.std(0, correction=0).tolist(),
-        flops_per_token=flops_per_token(model.config, setting, steps.mean(0).tolist(), blocks.shape[1] // 2),
+        flops_per_token=flops,
         sequence_losses=losses.tolist(),
         sequence_depths=torch.cat(depths).tolist(),
         group_sizes=[len(group) for group in model.config.loop_groups],
@@ -165,12 +212,19 @@ def score_loops(
     return {"loops": describe_loops(exit_policy, num_loops), **measured}
 
 
-def flops_per_token(config, setting: Setting, mean_steps: list[float], context: int) -> float:
-    flops = forward_flops(config, mean_steps, context)
-    if setting.rule == "kl":  # every step passes through the head, but for the last possible one, which decides nothing
-        decoded = sum(min(steps, setting.num_loops - 1) for steps in mean_steps)
-        flops += decoded * 2 * config.hidden_size * config.vocab_size
-    return flops
+def counting(policy: Callable | None, decoded: list[int]) -> Callable | None:
+    """The policy, with the tokens that it decodes added up."""
+    if policy is None:
+        return None
+
+    def counted(view: LoopView) -> torch.Tensor:
+        def decode(states: torch.Tensor) -> torch.Tensor:
+            decoded[0] += states.shape[0]
+            return view.decode(states)
+
+        return policy(replace(view, decode=decode))
+
+    return counted
 
 
 def measure_times(
@@ -190,14 +244,14 @@ def measure_times(
 
     def generate(batch: torch.Tensor, setting: Setting) -> None:
         model.generate(
-            batch, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0,
-            exit_policy=setting.exit_policy, num_loops=setting.num_loops,
+            batch, attention_mask=torch.ones_like(batch), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            do_sample=False, pad_token_id=0, exit_policy=setting.exit_policy, num_loops=setting.num_loops,
         )  # fmt: skip
 
     if todo:
         generate(prompts[:1], results[0].setting)  # the first call is slower
     with appended(file) as lines:
-        for size, turn, setting in tqdm(todo, desc="generation", unit=" runs"):
+        for size, turn, setting in tqdm(todo, desc="generation", unit=" runs", leave=False):
             batches = prompts[:2].split(1) if size == 1 else [prompts[:size]]
             started = time.perf_counter()
             for batch in batches:
@@ -304,22 +358,31 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, file: Path) -> None:
-    """Writes down which model and text a folder's results are of, or fails where they are of others."""
+def fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor | Sequences) -> str:
+    """A digest of a model and a text."""
     elsewhere = ("_name_or_path", "num_loops")  # a setting says its own loops
     config = {name: value for name, value in model.config.to_dict().items() if name not in elsewhere}
-    digest = hashlib.blake2b(str(config).encode() + blocks.numpy().tobytes())
+    ids = blocks.ids if isinstance(blocks, Sequences) else blocks
+    digest = hashlib.blake2b(str(config).encode() + ids.numpy().tobytes())
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_fingerprint(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor | Sequences, file: Path) -> None:
+    """Writes down which model and text a folder's results are of, or fails where they are of others."""
+    digest = fingerprint(model, blocks)
     if not file.exists():
-        file.write_text(json.dumps(digest.hexdigest()))
-    elif json.loads(file.read_text()) != digest.hexdigest():
+        file.write_text(json.dumps(digest))
+    elif json.loads(file.read_text()) != digest:
         raise ValueError(
             f"`--output` {file.parent} has results of another checkpoint or text: delete it, or choose another folder."
         )
 
 
-def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path, batch_size: int = 8) -> list[Result]:
+def run_sweep(
+    model, blocks: torch.Tensor | Sequences, settings: list[Setting], output: Path, batch_size: int = 8
+) -> list[Result]:
     """Scores all settings that are not there yet, this process its share of them, and returns all results."""
     state = processes()
     output.mkdir(parents=True, exist_ok=True)
@@ -330,7 +393,7 @@ def run_sweep(model, blocks: torch.Tensor, settings: list[Setting], output: Path
     mine = [setting for setting in settings if setting not in done][state.process_index :: state.num_processes]
     file = output / (f"tradeoff-{state.process_index}.jsonl" if state.num_processes > 1 else "tradeoff.jsonl")
     with appended(file) as lines:
-        for setting in tqdm(mine, desc="scoring", unit=" settings", disable=not state.is_main_process):
+        for setting in tqdm(mine, desc="scoring", unit=" settings", leave=False, disable=not state.is_main_process):
             lines.write(score(model, blocks, setting, batch_size).to_json() + "\n")
             lines.flush()
     state.wait_for_everyone()
@@ -344,7 +407,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", required=True, help="text: a file, or python-docs")
     parser.add_argument("--validation_fraction", type=float, help="use only the documents held out with this fraction")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rules", nargs="+", default=list(SWEEPS), help=f"among {', '.join(SWEEPS)}")
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        default=list(SWEEPS),
+        help=f"among {', '.join(SWEEPS)}; or any registered, my_policy.py, module:Class or JSON",
+    )
     parser.add_argument("--thresholds", nargs="+", type=float, help="instead of each rule's own")
     parser.add_argument(
         "--num_loops", type=int, help=f"the cap; the checkpoint's when left out, or {CAP} if it has none"
@@ -358,12 +426,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
     options = parser.parse_args(arguments)
+    from .exit_search import find_rules  # which is made of this module's settings
+
+    others = find_rules([rule for rule in options.rules if rule not in SWEEPS])
+    swept = [rule for rule in options.rules if rule in SWEEPS]
     model, tokenizer = load_checkpoint(options.checkpoint)
     cap = cap_of(model) if options.num_loops is None else options.num_loops
-    settings = make_settings(options.rules, cap, options.min_loops, options.thresholds, options.depths)
+    settings = make_settings(swept, cap, options.min_loops, options.thresholds, options.depths)
     block_size = options.block_size or model.config.max_position_embeddings
     documents = held_out_documents(Source(options.source), options.validation_fraction)
     blocks = spread_blocks(documents, tokenizer, block_size, options.blocks)
+    settings += measured_settings(model, blocks, others, cap, options.min_loops, options.thresholds)
     results = run_sweep(model, blocks, settings, options.output, options.batch_size)
     untimed = [result for result in results if not result.ms_per_token]
     if processes().is_main_process and options.rounds > 0 and untimed:
@@ -396,6 +469,14 @@ def describe_default(default: dict[str, Any]) -> str:
     return f"what `generate` uses unless told otherwise ({default['loops']}): {numbers}"
 
 
+def describe_threshold(policy: dict[str, Any]) -> str:
+    """A policy's threshold, and its patience where that is more than one, in a cell of a table."""
+    if "of" in policy:
+        return " and ".join(f"{part['name']} {part['threshold']:g}" for part in policy["of"])
+    patience = f", patience {policy['patience']}" if policy["patience"] > 1 else ""
+    return f"{policy['threshold']:g}{patience}"
+
+
 def print_table(results: list[Result]) -> None:
     against_fixed = {comparison.setting: comparison for comparison in compare(results)}
     print(
@@ -404,7 +485,7 @@ def print_table(results: list[Result]) -> None:
     print("|---|---|---|---|---|---|---|")
     for result in results:
         policy, comparison = result.setting.exit_policy, against_fixed.get(result.setting)
-        threshold = f"{policy['threshold']:g}" if policy else f"{result.setting.num_loops} loops"
+        threshold = describe_threshold(policy) if policy else f"{result.setting.num_loops} loops"
         difference = ""
         if comparison is not None:
             difference = f"{comparison.difference:+.4f} [{comparison.low:+.4f}, {comparison.high:+.4f}]"

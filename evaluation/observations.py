@@ -18,10 +18,36 @@ from .common import mean_depth
 def measure_geometry(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, num_loops: int) -> dict[str, Any]:
     """Moments of step norms, cosines and drift over all tokens of the blocks [n, length], at fixed loops."""
     geometry = LoopGeometry(len(model.config.loop_groups))
-    for row in tqdm(blocks, desc="geometry", unit=" blocks"):
+    for row in tqdm(blocks, desc="geometry", unit=" blocks", leave=False):
         output = model.model(row[None], num_loops=num_loops, output_loop_trajectory=True, use_cache=False)
         geometry.update(output.loop_trajectory)
     return geometry.to_dict()
+
+
+PRICES = (0.1, 0.05, 0.03, 0.02, 0.01, 0.005, 0.003, 0.002, 0.001, 0.0005, 0.0002, 0.0001)  # nats a loop
+
+
+@torch.no_grad()
+def depth_headroom(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, most: int = 12) -> dict[str, Any]:
+    """How much a perfect choice of each token's depth could gain on text, where the needed depth is not known.
+
+    Quality is the KL divergence from what `most` loops say, which no lucky guess can lower as it lowers a loss. Every
+    token takes the depth that minimises its divergence plus a price a loop; all tokens are computed at that same fixed
+    depth, so that freezing costs nothing: a bound for every rule.
+    """
+    divergences = []  # [most, tokens] of each block
+    for row in tqdm(blocks, desc="headroom", unit=" blocks", leave=False):
+        logits = (model(row[None], num_loops=count, use_cache=False).logits[0].float() for count in range(1, most + 1))
+        said = [values.log_softmax(-1) for values in logits]
+        divergences.append(torch.stack([(said[-1].exp() * (said[-1] - other)).sum(-1) for other in said]))
+    found = torch.cat(divergences, 1).double().clamp_min(0)
+    loops = torch.arange(1, most + 1, dtype=torch.float64)[:, None]
+    chosen = []
+    for price in PRICES:
+        places = (found + price * loops).argmin(0)
+        kl = found.gather(0, places[None]).mean().item()
+        chosen.append({"price": price, "mean_steps": (places + 1).double().mean().item(), "kl": kl})
+    return {"most": most, "fixed": found.mean(1).tolist(), "chosen": chosen}
 
 
 @dataclass
@@ -52,7 +78,7 @@ def last_step_cost(
     exact = model(blocks[:, :-1], past_key_values=caches["per_step"], **loops).logits
     decoded = [
         model(blocks[:, [place]], past_key_values=caches["last_step"], **loops).logits
-        for place in tqdm(range(length - 1), desc="decoding with last_step", unit=" tokens")
+        for place in tqdm(range(length - 1), desc="decoding with last_step", unit=" tokens", leave=False)
     ]
     losses = [
         torch.nn.functional.cross_entropy(logits.double().transpose(1, 2), blocks[:, 1:]).item()

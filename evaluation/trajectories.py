@@ -105,7 +105,7 @@ def write_trajectories(
     }
     window = model.config.max_position_embeddings  # texts longer than the positions are read window by window
     with pq.ParquetWriter(output / "statistics.parquet", STATISTICS) as writer:
-        for start in tqdm(range(0, len(ids), window), desc="trajectories", unit=" windows"):
+        for start in tqdm(range(0, len(ids), window), desc="trajectories", unit=" windows", leave=False):
             part = ids[start : start + window]
             outputs = model.model(
                 part[None], num_loops=loops, output_loop_trajectory=True, output_hidden_states=True, use_cache=False

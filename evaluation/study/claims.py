@@ -169,11 +169,11 @@ def step_norm_degrading(results: list[Result]) -> Claim:
     if None in ends:
         return Claim(claim, paper, "these thresholds were not measured", NOT_MEASURED)
     change = ends[1].cross_entropy - ends[0].cross_entropy
-    loosest = max((r for r in results if r.setting.rule == "step_norm"), key=_threshold)
+    loosest = max((r for r in results if r.setting.rule == "step_norm"), key=lambda result: result.setting.threshold)
     measured = (
         f"cross-entropy {change:+.4f} from 1e-3 to 1e-2 (mean steps {ends[0].mean_depth:.1f} to "
         f"{ends[1].mean_depth:.1f}); {loosest.cross_entropy - ends[0].cross_entropy:+.4f} at "
-        f"{_threshold(loosest):g}, the largest threshold, with {loosest.mean_depth:.1f} steps"
+        f"{loosest.setting.threshold:g}, the largest threshold, with {loosest.mean_depth:.1f} steps"
     )
     return _unless_loops_do_nothing(Claim(claim, paper, measured, HOLDS if change > FLAT else DOES_NOT), results)
 
@@ -223,10 +223,6 @@ def ahead_of_fixed(results: list[Result], rule: str) -> Claim:
 def at_threshold(results: list[Result], rule: str, threshold: float) -> Result | None:
     found = [r for r in results if r.setting.rule == rule and r.setting.exit_policy["threshold"] == threshold]
     return found[0] if found else None
-
-
-def _threshold(result: Result) -> float:
-    return result.setting.exit_policy["threshold"]
 
 
 def gain_of_loops(results: list[Result]) -> float | None:

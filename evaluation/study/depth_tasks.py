@@ -2,7 +2,8 @@
 
     python -m evaluation.study.depth_tasks results/chains-0 results/chains-1 --output docs/tasks/chains.json
 
-Takes the folders that `evaluation.depth` wrote, one a seed, and keeps what the tables of the document need.
+Takes the folders that `evaluation.depth` wrote, one a seed, keeps what the tables of the document need, and draws the
+first of them beside the file.
 """
 
 import argparse
@@ -11,12 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
 
+from ..depth_figures import plot_depth
+from ..figures import STYLE
 from ..report import Table
 
 OF_RULES = ("threshold", "mean_steps", "accuracy", "fixed_accuracy", "ahead", "low", "high", "null_accuracy",
             "rank_correlation", "unfrozen")  # fmt: skip
+DRAWN = ("step_norm/state", "kl", "acceleration/state", "step_norm/state x3")
 SHOWN_LOOPS = (1, 2, 4, 6, 8, 10, 12, 24)
 
 
@@ -162,6 +168,14 @@ def _each(rows: list[dict[str, Any] | None], name: str, form: str) -> str:
     return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The rules of convergence beside fixed loops."""
+    with matplotlib.rc_context(STYLE):
+        figure = plot_depth(result, DRAWN)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="folders of `evaluation.depth`, one a seed")
@@ -170,9 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
     seeds = [json.loads((folder / "depth.json").read_text()) for folder in options.results]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(summary(seeds)) + "\n")
+    draw(seeds[0], options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
+    matplotlib.use("Agg")
     try:
         main()
     except (ValueError, OSError) as error:

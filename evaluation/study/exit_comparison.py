@@ -4,7 +4,8 @@
         --texts web.parquet wiki.jsonl python-docs --output docs/exit_comparison.json
 
 Each run or text is played as a game of the leaderboard: thresholds chosen on a tuning set, numbers of a test set.
-Means are over runs, with their range. What is there already in `--work` is not computed again.
+Means are over runs, with their range. What is there already in `--work`, the leaderboard's own scores among it, is not
+computed again.
 """
 
 import argparse
@@ -34,8 +35,7 @@ def play_all(runs: dict[str, list[Path]], texts: list[str], work: Path) -> list[
     for name, folders in runs.items():
         for run in folders:
             for game in games_of(name, run, texts):
-                place = name if game.kept is not None else name_of_source(game.source)
-                results = Player(game, work / run.name / place, run.parent).play(rules)
+                results = Player(game, work, run.parent).play(rules)
                 played.append(replace(results, game=replace(game, source=name_of_source(game.source))))
     return played
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="NAME=RUN,RUN with NAME among chains, programs, text")
     parser.add_argument("--texts", nargs="+", default=["python-docs"], help="files, or python-docs")
-    parser.add_argument("--work", type=Path, default=Path("results/exit_comparison"), help="folder of the scores")
+    parser.add_argument("--work", type=Path, default=Path("results/leaderboard"), help="folder of the scores")
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     options = parser.parse_args(arguments)
     runs = {}

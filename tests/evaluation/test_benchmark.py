@@ -105,11 +105,74 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
     assert "threads" in written["machine"]
 
 
+def test_a_run_that_was_stopped_goes_on_without_what_it_has(tmp_path, monkeypatch):
+    file, measured = tmp_path / "ratios.json", []
+
+    def measurement(name, stops=False):
+        def measure(seconds):
+            measured.append(name)
+            yield compare_times((f"{name} 1", lambda: None), ("that", lambda: None), 0, note="a note")
+            if stops and measured.count(name) == 1:
+                raise KeyboardInterrupt
+            yield compare_times((f"{name} 2", lambda: None), ("that", lambda: None), 0)
+
+        return measure
+
+    parts = {"one": measurement("one"), "two": measurement("two", stops=True), "three": measurement("three")}
+    monkeypatch.setattr(benchmark, "MEASUREMENTS", parts)
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda: 1.0)
+    arguments = ["--quick", "--only", "one", "two", "three", "--output", str(file)]
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(arguments)
+    assert [r["what"] for r in json.loads(file.read_text())["ratios"]] == ["one 1", "one 2", "two 1"]  # nothing is lost
+    benchmark.main([*arguments, "--resume"])
+    assert measured == ["one", "two", "two", "three"]
+    written = json.loads(file.read_text())
+    assert [r["what"] for r in written["ratios"]] == ["one 1", "one 2", "two 1", "two 2", "three 1", "three 2"]
+    assert written["done"] == ["one", "two", "three"]
+    with pytest.raises(ValueError, match=r"seconds 1.0, this one has 3.0: start anew"):
+        benchmark.main([*arguments[1:], "--seconds", "3", "--resume"])
+    with pytest.raises(ValueError, match="needs `--output`"):
+        benchmark.main(["--quick", "--only", "one", "--resume"])
+
+
+def test_drafts_are_counted_and_must_not_change_tokens(monkeypatch):
+    model = tiny_model(0.3, num_loops=5, max_position_embeddings=64)
+    generation = benchmark.Drafted(model, random_ids(1, 6), 12)
+    never = {"name": "acceleration", "threshold": 0.0}
+    same, accepted = generation.assisted(3, num_loops=5, exit_policy=never)  # the draft computes what the model does
+    assert torch.equal(same(), generation.expected)
+    assert accepted > 0.7  # of the last draft, not all are needed
+    _, accepted = generation.assisted(3, num_loops=1)
+    assert 0 <= accepted < 0.7
+    generation.expected = generation.expected.roll(1)
+    with pytest.raises(RuntimeError, match="changed the tokens"):
+        generation.assisted(3, num_loops=1)
+
+
+def test_layers_that_a_token_passes_through_are_counted():
+    config = RecurrentGPT2Config(num_hidden_layers=5, loop_groups=[[1, 2], [4]], num_loops=3)
+    assert benchmark.applied_layers(config) == 2 + 3 * 3
+    assert benchmark.applied_layers(config, 1.5) == 2 + 1.5 * 3
+
+
+def test_the_compiled_gpt2_computes_what_it_does_without(monkeypatch):
+    gpt2 = benchmark.gpt2(2, n_embd=32, n_head=2, vocab_size=20, n_positions=32, bos_token_id=0, eos_token_id=0)
+    compiled, ids = benchmark.CompiledGPT2(gpt2), random_ids(1, 9) % 20
+    with torch.no_grad():
+        for place in range(9):
+            base = gpt2.transformer
+            state = base.wte(ids[:, [place]]) + base.wpe(torch.tensor([[place]]))
+            logits = gpt2.lm_head(compiled.run(state, compiled.rooms, place + 1))
+        torch.testing.assert_close(logits, gpt2(ids).logits[:, -1:], atol=1e-4, rtol=1e-4)
+    compiled.decoder(8, 20)()
+
+
 def test_the_shares_of_products_are_shares(monkeypatch):
     model = tiny_model(hidden_size=256, num_attention_heads=4)
     monkeypatch.setattr(benchmark, "looped", lambda: model)
     monkeypatch.setattr(benchmark, "naive", lambda: model)
-    monkeypatch.setattr(benchmark, "token_ids", lambda batch, length: random_ids(batch, min(length, 16)))
+    monkeypatch.setattr(benchmark, "token_ids", lambda batch, length, most=None: random_ids(batch, min(length, 16)))
     for with_products in (benchmark.PRODUCTS, ()):
         monkeypatch.setattr(benchmark, "PRODUCTS", with_products)
         shares = list(benchmark.shares_of_products())
@@ -143,7 +206,8 @@ def test_fresh_processes_import_load_and_read(tmp_path):
     assert imported.rounds == loaded.rounds == 2
     assert imported.milliseconds > 100  # torch and transformers alone
     assert loaded.milliseconds > 0.1
-    assert [used.what for used in memory] == ["per_step", "last_step", "GPT-2"]
+    assert [used.what for used in memory] == ["per_step", "last_step", "GPT-2", "per_step, bfloat16", "per_step, int8"]
+    assert all((used.call_peak > 0) == (used.what != "GPT-2") for used in memory)
     assert memory[2].cache_bytes == 2 * 512 * 8 * 4
     assert memory[0].cache_bytes > memory[1].cache_bytes
     assert all(used.peak_mib > 100 for used in memory)

@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation import calibrate, exit_search
-from evaluation.calibrate import Budget, Calibration, Outcome, sequence_of, split
+from evaluation.calibrate import Budget, Calibration, Outcome, Part, Tried, sequence_of, split
 from evaluation.common import blocks_of, held_out_documents, load_checkpoint
 from evaluation.exit_search import Score, Workload, find_rules, score
 from evaluation.exit_tradeoff import Setting
@@ -49,10 +49,11 @@ def test_one_command_from_checkpoint_and_text_to_a_stored_and_guaranteed_setting
     run(checkpoint, trained, "--write")
     printed = capsys.readouterr().out
     promised = read(checkpoint / "calibration.json")
-    assert promised["p_value"] <= 0.05
-    assert promised["mean_clipped_excess"] <= 0.05
+    (kept,) = promised["promises"]
+    assert kept["p_value"] <= 0.05
+    assert kept["mean_clipped_excess"] <= 0.05
     assert promised["cost"]["chosen"] < promised["cost"]["full"]
-    assert (promised["full_loops"], promised["calibration_sequences"]) == ([5, 5], 120)
+    assert (promised["full_loops"], kept["calibration_sequences"]) == ([5, 5], 120)
     assert "**winner**" in printed
     assert "fixed hull" in printed
     assert "With probability 0.95 over the calibration text (120 sequences of 16 tokens of " in printed
@@ -122,7 +123,7 @@ def test_accuracy_is_a_budget_too(checkpoint, trained, capsys):
     assert "the mean loss of accuracy of a sequence against 5 loops, clipped to [0, 1], is at most 0.1 on" in (
         capsys.readouterr().out
     )
-    promised = read(checkpoint / "calibration.json")
+    (promised,) = read(checkpoint / "calibration.json")["promises"]
     assert promised["measure"] == "accuracy"
     assert promised["mean_clipped_excess"] <= 0.1
 
@@ -142,7 +143,20 @@ def test_a_task_has_new_sequences_and_a_budget_of_accuracy(tmp_path, capsys):
     few = ["--tuning", "40", "--calibration", "160"]
     calibrate.main([*arguments, "--source", "chains", "--budget-accuracy", "0.1", *few, "--write"])
     assert "(160 sequences of 10 tokens of chains)" in capsys.readouterr().out
-    assert read(tmp_path / "model" / "calibration.json")["source"] == "chains"
+    assert read(tmp_path / "model" / "calibration.json")["promises"][0]["source"] == "chains"
+    # Text beside it has a budget of its own, and the setting keeps both.
+    (tmp_path / "text.txt").write_text(
+        " ".join(task.text(ids) for ids in task.sample(300, 3, np.random.default_rng(0)).ids)
+    )
+    both = ["--source", "chains", str(tmp_path / "text.txt"), "--budget-accuracy", "0.1", "--budget", "0.05"]
+    scores = ["--output", str(tmp_path / "both"), "--rules", "step_norm"]
+    calibrate.main([arguments[0], *both, *few, *scores, "--block_size", "10", "--write"])
+    promised = read(tmp_path / "model" / "calibration.json")
+    assert [(p["measure"], p["budget"]) for p in promised["promises"]] == [("accuracy", 0.1), ("nats", 0.05)]
+    assert all(p["p_value"] <= 0.05 and p["mean_clipped_excess"] <= p["budget"] for p in promised["promises"])
+    printed = capsys.readouterr().out
+    assert "loss of accuracy of a sequence of chains against 5 loops" in printed
+    assert "0.05 nats on text like this" in printed
 
 
 def test_cost_can_be_measured_time(checkpoint, trained, capsys):
@@ -164,7 +178,7 @@ def test_an_edited_card_is_left_alone(checkpoint, trained, capsys):
         (["--budget", "0"], "`--budget` is 0.0, but must be a finite number above 0"),
         (["--budget", "-0.01"], "`--budget` is -0.01"),
         (["--budget", "nan"], "`--budget` is nan"),
-        (["--budget-accuracy", "1.5"], "`--budget-accuracy` is 1.5, but must be between 0 and 1"),
+        (["--budget-accuracy", "1.5"], "`--budget-accuracy` is 1.5, but must be above 0 and below 1"),
         (["--budget", "0.05", "--confidence", "1"], "`--confidence` is 1.0"),
         (["--budget", "0.05", "--clip", "0.05"], "`--clip` is 0.05, but must be above the budget"),
         (["--budget", "0.05", "--rules", "no_such_rule"], "'no_such_rule' is not registered"),
@@ -193,10 +207,12 @@ def test_where_nothing_is_promised_it_says_how_much_text_it_takes():
     full = Score(Setting("fixed", None, (8,)), [1.0] * 60, [8.0], 0, 8.0)
     cheap = Score(Setting("fixed", None, (2,)), [1.04] * 60, [2.0], 0, 2.0)
     budget = Budget(0.05, 0.5, 0.95)
-    tested = Outcome(cheap, 0.08, hoeffding_bentkus(0.08, 60, 0.1))
-    result = Calibration(budget, (8,), "flops", 0.02, [full, cheap], full, full, [tested])
+    tested = Outcome(Tried([cheap]), hoeffding_bentkus(0.08, 60, 0.1))
+    blocks = Workload.of_text(random_ids(60, 4))
+    full, cheap = Tried([full]), Tried([cheap])
+    result = Calibration([Part("text", budget, blocks, blocks)], (8,), "flops", [full, cheap], full, full, [tested])
     assert result.winner is None
-    text = calibrate.explain(result, Workload.of_text(random_ids(60, 4)))
+    text = calibrate.explain(result)
     needed = int(text.split("to promise it takes ")[1].split()[0])
     assert hoeffding_bentkus(0.08, needed, 0.1) <= 0.05 < hoeffding_bentkus(0.08, 60, 0.1)
 
@@ -217,8 +233,9 @@ def chosen_risk(all_losses, full, parts, budget):
     tuning, calibration, rest = (
         [Score(s.setting, np.array(s.losses)[part].tolist(), s.steps, 0, s.flops) for s in all_losses] for part in parts
     )
-    target = calibrate.largest_risk(len(parts[1]), budget.alpha, budget.delta)
-    result = Calibration(budget, full.num_loops, "flops", target, tuning, tuning[0], tuning[0], [])
+    part = Part("text", budget, *(Workload.of_text(torch.zeros(len(places), 2).long()) for places in parts[:2]))
+    tried = [Tried([score]) for score in tuning]
+    result = Calibration([part], full.num_loops, "flops", tried, tried[0], tried[0], [])
     by_setting = {s.setting: s for s in calibration}
     sequence = sequence_of(result)
     risks = [budget.risk(by_setting[s.setting], calibration[0]) for s in sequence]

@@ -6,8 +6,8 @@ import torch
 
 import training.train
 from evaluation import depth
-from evaluation.common import load_checkpoint
-from evaluation.depth import Run, Sequences, first_exits, run, run_all_depths, run_unfrozen
+from evaluation.common import Sequences, load_checkpoint
+from evaluation.depth import Run, first_exits, run, run_all_depths, run_unfrozen
 from recurrent_gpt2 import AccelerationExit, ConfidenceExit, StepNormExit
 from tests.helpers import tiny_model
 from tests.training.runs import tiny_run

@@ -89,7 +89,7 @@ def test_what_was_measured_says_when_tokens_would_leave(model, workload, patienc
     """In the first group, whose inputs do not depend on exits, up to the tokens that others leave behind."""
     policy = {"name": "step_norm", "threshold": 3.0, "patience": patience, "min_loops": min_loops}
     one_token = Workload.of_text(workload.ids[:, :1])  # nobody to read
-    measured = measures(model, one_token, policy, (8, 8, 8), "step_norm")[0]
+    measured = measures(model, [one_token], policy, (8, 8, 8), "step_norm")[0]
     left_by = first_below(policy, measured) < 3.0
     simulated = np.where(left_by.any(1), left_by.argmax(1) + 1, 8)
     taken = model(one_token.ids, exit_policy=[policy, None, None]).loop_steps[:, 0, 0]

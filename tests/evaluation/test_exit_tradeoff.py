@@ -11,6 +11,7 @@ import torch
 from evaluation import exit_tradeoff
 from evaluation.exit_tradeoff import Result, Setting, compare, make_settings, read_results, run_sweep, score
 from recurrent_gpt2 import LoopCache
+from tests.evaluation.test_exit_search import write_policy
 from tests.helpers import ROOT, random_ids, tiny_model
 from tests.training.test_distributed import free_port
 from training.card import render_card
@@ -151,7 +152,33 @@ def test_the_command_writes_a_table(tmp_path, tokenizer, capsys):
     assert (tmp_path / "out" / "tradeoff.jsonl").read_text() == lines
 
 
+def test_a_rule_of_ones_own_is_swept_from_never_to_at_once(tmp_path, tokenizer, capsys):
+    path = write_policy(tmp_path / "swept.py", "Swept", '@register_exit_policy("swept")')
+    tiny_model(std=0.3).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("TheQuickBrownFoxJumpsOverTheLazyDog" * 40)
+    exit_tradeoff.main([
+        str(tmp_path / "model"), "--source", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out"), "--rules",
+        str(path), "entropy", "--num_loops", "6", "--depths", "1", "--blocks", "4", "--rounds", "0",
+        "--block_size", "16",
+    ])  # fmt: skip
+    assert "| swept | " in capsys.readouterr().out
+    results = read_results(tmp_path / "out").values()
+    own = sorted((r for r in results if r.setting.rule == "swept"), key=lambda r: r.setting.exit_policy["threshold"])
+    assert len(own) == exit_tradeoff.MEASURED
+    assert own[0].mean_depth == 6
+    assert own[-1].mean_depth < 1.5
+    config = tiny_model().config
+    head = 2 * config.hidden_size * config.vocab_size
+    (never,) = (r for r in results if r.setting.rule == "entropy" and r.setting.exit_policy["threshold"] == 0)
+    assert never.flops_per_token == pytest.approx(
+        own[0].flops_per_token + len(config.loop_groups) * 5 * head
+    )  # groups, steps that decide
+
+
 def test_bad_input_is_a_sentence(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"the rule 'no_such_rule' is not registered\. Known: acceleration"):
+        exit_tradeoff.main(["x", "--source", "x.txt", "--output", str(tmp_path / "out"), "--rules", "no_such_rule"])
     with pytest.raises(ValueError, match=r"no_such_rule.*acceleration"):
         make_settings(["no_such_rule"], cap=4)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):

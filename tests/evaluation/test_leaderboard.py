@@ -122,3 +122,7 @@ def test_bad_input_is_a_sentence(games, tmp_path):
     with pytest.raises(ValueError, match=r"raises.py can't be loaded: RuntimeError: no"):
         leaderboard.main([str(tmp_path / "raises.py"), *output])
     assert not (tmp_path / "out").exists()
+    path = write_policy(tmp_path / "boom.py", "Boom", '@register_exit_policy("boom")', measure="raise KeyError('no')")
+    with pytest.raises(ValueError, match=r"the rule boom failed: KeyError: 'no'"):
+        leaderboard.main([str(path), "--only", *output])
+    assert not (tmp_path / "out" / "leaderboard.json").exists()

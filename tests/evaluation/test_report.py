@@ -2,14 +2,16 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from evaluation import exit_tradeoff, report
+from evaluation.advice import advice_line, advice_text, choose
 from evaluation.common import load_checkpoint
 from evaluation.exit_tradeoff import pool, score
 from evaluation.figures import read_sources
-from evaluation.observations import continue_blocks, last_step_cost, token_depths
+from evaluation.observations import continue_blocks, depth_headroom, last_step_cost, token_depths
 from evaluation.study.claims import check_claims
 from recurrent_gpt2 import LoopCache
 from tests.evaluation.test_exit_tradeoff import result_of
@@ -32,21 +34,85 @@ def written(trained, tmp_path_factory):
 def test_a_report_has_all_sections_tables_and_figures(written):
     numbers = json.loads((written / "report.json").read_text())
     page, text = (written / "report.html").read_text(), (written / "report.md").read_text()
-    for section in report.sections_of(numbers, {}):
+    figures = {path.stem: path for path in (written / "figures").glob("*.png")}
+    for section in report.sections_of(numbers, figures):
         assert f"## {section.title}" in text
+        assert f'id="{section.anchor}"' in page
         assert section.title.replace("'", "&#39;") in page
         for table in section.tables:
             assert table.markdown() in text
-    assert page.count("data:image/png;base64,") == len(list((written / "figures").glob("*.png"))) == 7
+    assert page.count("data:image/png;base64,") == len(figures) == 8
     for link in re.findall(r"\]\((.*?\.png)\)", text):
         assert (written / link).exists()
+
+
+def test_two_tokens_are_followed_through_their_loops(written):
+    numbers = json.loads((written / "report.json").read_text())
+    page, text = (written / "report.html").read_text(), (written / "report.md").read_text()
+    groups = len(numbers["groups"])
+    assert page.count('class="lv lv-drawing"') == 2 * (1 + groups)  # a path, and the curves of every group
+    assert page.count('class="lv-heat"') == 2 * groups
+    fewest, most = (sum(token["path"]["steps"]) for token in numbers["followed"])
+    assert fewest <= most
+    assert text.count("(in brackets: not taken)") == 2
+    assert report.followed_section({}, {}) == []
 
 
 def test_a_page_needs_nothing_else(written):
     page = (written / "report.html").read_text()
     for reference in re.findall(r'(?:src|href)="(.*?)"', page):
-        assert reference.startswith("data:")
+        assert reference.startswith(("data:", "#"))
     assert "<script" not in page
+
+
+def test_a_page_leads_with_advice_and_then_says_what_it_has(written):
+    page, text = (written / "report.html").read_text(), (written / "report.md").read_text()
+    titles = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert titles[:5] == ["Advice", "Training", "Exit rules", "Samples", "The paper's claims"]
+    assert text.index("## Advice") < text.index("Contents:") < text.index("## Training")
+    assert page.index("<nav>") > page.index(">Advice<")
+    anchors = re.findall(r'href="#(.*?)"', page)
+    assert len(anchors) == len(titles) - 1
+    assert all(f'<h2 id="{anchor}">' in page for anchor in anchors)
+    assert 'class="legend"' in page
+
+
+def test_the_line_of_the_advice_runs_and_costs_what_it_says(written, trained):
+    advice = json.loads((written / "report.json").read_text())["advice"]
+    line = advice_line(advice)
+    assert line in (written / "report.md").read_text()
+    model, _ = load_checkpoint(trained / "run")
+    model.generation_config.max_new_tokens = 3
+    assert eval(line, {"model": model, "ids": random_ids(1, 5)}).shape[1] > 5
+    measured = advice["measured"]["text"]
+    assert measured["full"]["mean_steps"] == 4  # the cap
+    assert measured["with_it"]["loss"] - measured["full"]["loss"] < 0.02  # what is within 0.01 nats of the best
+    assert measured["with_it"]["flops"] <= measured["full"]["flops"]
+    assert advice["chosen_by"] == "sweep"
+    assert "Nothing is promised" in advice_text(advice, "texts")
+
+
+def test_a_promise_comes_before_what_was_chosen_without_one(tmp_path):
+    results = [result_of("fixed", 4, [1.0]), result_of("kl", 3.0, [1.0], '{"name": "kl"}')]
+    assert choose(str(tmp_path), results, 9)["chosen_by"] == "sweep"
+    row = {"threshold": 0.1, "difference": -0.02}
+    chosen = {"step_norm/state": row, "kl": None, "step_norm/state x3": row | {"difference": -0.01}}
+    (tmp_path / "mixture.json").write_text(json.dumps({"chosen": chosen, "cap": 16, "full": 10}))
+    found = choose(str(tmp_path), results, 9)
+    assert (found["chosen_by"], found["num_loops"], found["full"]) == ("mixture", 16, 10)
+    assert found["exit_policy"]["name"] == "step_norm"
+    assert found["exit_policy"]["threshold"] == 0.1
+    promise = {"source": "a", "sequence_length": 8, "calibration_sequences": 40, "measure": "nats", "budget": 0.01,
+               "clip": 0.1, "p_value": 0.01}  # fmt: skip
+    promised = {"exit_policy": {"name": "kl", "threshold": 0.2}, "num_loops": [12], "full_loops": [12],
+                "confidence": 0.95, "promises": [promise]}  # fmt: skip
+    (tmp_path / "calibration.json").write_text(json.dumps(promised))
+    assert choose(str(tmp_path), results, 9) == {
+        "exit_policy": {"name": "kl", "threshold": 0.2}, "num_loops": [12], "full": [12], "chosen_by": "calibrate",
+    }  # fmt: skip
+    promise["p_value"] = None  # nothing cheaper could be promised
+    (tmp_path / "calibration.json").write_text(json.dumps(promised))
+    assert choose(str(tmp_path), results, 9)["chosen_by"] == "mixture"
 
 
 def test_claims_are_those_of_the_numbers(written):
@@ -109,6 +175,20 @@ def test_the_small_cache_is_decoded_and_the_exact_one_is_not_needed():
     assert cost.per_step_bytes == (2 + 4 * 5) * per_layer
 
 
+def test_a_perfect_choice_of_depth_is_never_worse_than_fixed_depth_and_costs_nothing_at_full_depth():
+    model, blocks = tiny_model(0.3), random_ids(3, 12)
+    found = depth_headroom(model, blocks, most=6)
+    with torch.no_grad():
+        full, two = (model(blocks, num_loops=count).logits.log_softmax(-1) for count in (6, 2))
+    expected = torch.nn.functional.kl_div(two, full, log_target=True, reduction="none").sum(-1).mean().item()
+    assert found["fixed"][1] == pytest.approx(expected, rel=1e-4)
+    assert found["fixed"][-1] == pytest.approx(0, abs=1e-6)
+    for point in found["chosen"]:
+        fixed = np.interp(point["mean_steps"], range(1, 7), found["fixed"])
+        assert point["kl"] <= fixed + 1e-9
+    assert [point["mean_steps"] for point in found["chosen"]] == sorted(p["mean_steps"] for p in found["chosen"])
+
+
 def test_token_types_are_ranked_by_their_own_steps(tokenizer):
     model, blocks = tiny_model(0.3), random_ids(6, 20, vocab_size=12)
     policy = {"name": "step_norm", "threshold": 2.0}
@@ -137,7 +217,7 @@ def test_what_is_shown_is_what_generate_would_do():
 def test_a_report_says_which_policy_it_was(written):
     numbers, text = json.loads((written / "report.json").read_text()), (written / "report.md").read_text()
     assert "unless told otherwise (2 fixed loops): cross-entropy" in text
-    assert text.count(numbers["loops"]) == 3  # caches, tokens, samples
+    assert text.count(f"nder {numbers['loops']}") == 4  # caches, tokens, samples, two that are followed
     assert numbers["default"]["mean_steps"] == [2, 2]
 
 
@@ -176,7 +256,7 @@ def test_the_page_opens_in_a_browser_without_a_network(written):
         page.on("request", lambda request: requests.append(request.url))
         page.goto((written / "report.html").as_uri())
         images = page.locator("img")
-        assert images.count() == 7
+        assert images.count() == 8
         for place in range(images.count()):
             image = images.nth(place)
             image.scroll_into_view_if_needed()
