@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo reproduce smoke bench test test-newest test-slow test-browser lint format clean
+.PHONY: install demo explore reproduce smoke bench bench-serve leaderboard test test-newest test-slow test-browser test-serve lint format clean
 
 install: $(INSTALLED)
 
@@ -19,6 +19,16 @@ PROGRAMS := checkpoints/recurrent-gpt2-programs
 demo: $(INSTALLED)
 	$(BIN)/python -m evaluation.demo $(MINI) --programs $(PROGRAMS)
 
+# A page to watch the checkpoints think, on this machine; it prints its address. Others: make explore CHECKPOINTS="a b/c"
+CHAINS := checkpoints/recurrent-gpt2-chains
+CHECKPOINTS ?= $(MINI) $(CHAINS) $(PROGRAMS)
+explore: $(VENV)/.explore
+	$(BIN)/python -m evaluation.explore $(CHECKPOINTS)
+
+$(VENV)/.explore: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[explore]'
+	touch $@
+
 # The whole study. Texts of your own: make reproduce SOURCES="a.parquet b.jsonl python-docs"
 SOURCES ?= python-docs
 reproduce: $(INSTALLED)
@@ -28,9 +38,19 @@ reproduce: $(INSTALLED)
 smoke: $(INSTALLED)
 	$(BIN)/python -m training.train training/recipes/smoke.yaml --resume
 
-# Ratios on this machine, which should do nothing else meanwhile.
+# Ratios on this machine, which should do nothing else meanwhile, and what less precision costs. After a stop:
+# make bench RESUME=--resume. For the tables of the documents: make bench BENCH=docs
+BENCH ?= results
 bench: $(INSTALLED)
-	$(BIN)/python -m evaluation.benchmark --output results/benchmark.json
+	$(BIN)/python -m evaluation.benchmark --output $(BENCH)/benchmark.json $(RESUME)
+	$(BIN)/python -m evaluation.precision --output $(BENCH)/precision.json
+	test $(BENCH) != docs || $(BIN)/python -m evaluation.study.documents
+
+# Exit rules beside each other on the checkpoints that come with the project, into docs/leaderboard.md.
+leaderboard: $(INSTALLED)
+	$(BIN)/python -m evaluation.leaderboard --output results/leaderboard
+	cp results/leaderboard/leaderboard.json docs/
+	$(BIN)/python -m evaluation.study.documents
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -44,16 +64,37 @@ test-newest:
 	$(NEWEST)/bin/python -m pip list --format freeze | grep -vixFf constraints.txt || true
 	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-# DeepSpeed (without its compiled kernels, which are for GPUs) and bitsandbytes are for these tests only.
+# DeepSpeed (without its compiled kernels, which are for GPUs), what fine-tuning needs, reasoning-gym and ONNX are for
+# these tests only.
 test-slow: $(INSTALLED)
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed bitsandbytes
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt deepspeed onnxruntime onnxscript \
+	    --editable '.[finetune,tasks]'
 	$(BIN)/python -m pytest -m slow
 
-# Opens the report in a headless Chromium, from the distribution's packages (apt) unless there is one already.
-test-browser: $(INSTALLED)
+# Opens the report and the page in a headless Chromium, from the distribution's packages (apt) unless there is one
+# already.
+test-browser: $(VENV)/.explore
 	command -v chromium || (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
 	$(BIN)/python -m pytest -m browser
+
+# vLLM pins other versions, so it has an environment of its own; its list is whole, hence no dependencies are looked up.
+SERVE := .venv-serve
+# An old *.egg-info would hide the entry point by which vLLM finds the package.
+$(SERVE)/.installed: constraints-serve.txt pyproject.toml
+	test -x $(SERVE)/bin/python || $(PYTHON) -m venv $(SERVE)
+	$(SERVE)/bin/python -m pip install --quiet --no-deps --requirement constraints-serve.txt
+	rm -rf *.egg-info
+	$(SERVE)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-serve: $(SERVE)/.installed
+	$(SERVE)/bin/python -m pytest -m serve tests/serving
+
+# Tokens per second of vLLM and of `generate`, for docs/serving.md, in some minutes; the machine should do nothing else.
+bench-serve: $(SERVE)/.installed $(INSTALLED)
+	$(SERVE)/bin/python -m evaluation.serving $(MINI) --output docs/serving.json
+	$(BIN)/python -m evaluation.study.documents
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -65,4 +106,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(SERVE) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
