@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM, fast_layers
 from recurrent_gpt2.fast_layers import PRECISIONS, LeanRMSNorm, PackedLinear
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids, run_fresh, tiny_model
 
 POLICY = {"name": "step_norm", "normalize": "state", "threshold": 0.3}
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "exit_policy": POLICY, "pad_token_id": 0}
@@ -329,3 +330,35 @@ def test_bitsandbytes_converts_the_matrices_and_adapters_train_on_them(tmp_path,
     assert gradients
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
     assert adapted.generate(input_ids=random_ids(1, 4), max_new_tokens=3).shape == (1, 7)
+
+
+# Prints the peak of the call, and what is held after it, as multiples of the weights.
+PEAK_OF_THE_CALL = """
+import gc
+from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
+
+
+def memory(name):
+    (line,) = (line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 8, "vocab_size": 64}
+model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config(**sizes, loop_groups=[[3]])).eval()
+weights = sum(parameter.nbytes for parameter in model.parameters())
+for parameter in model.parameters():  # side by side on the heap
+    parameter.data = parameter.data.clone()
+gc.collect()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak starts anew
+before = memory("VmRSS")
+model.optimize_for_inference()
+print(1 + (memory("VmHWM") - before) / weights, 1 + (memory("VmRSS") - before) / weights)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's record of peaks")
+def test_no_more_than_one_matrix_is_held_twice_while_a_model_is_optimised(tmp_path):
+    peak, held = map(float, run_fresh(PEAK_OF_THE_CALL, tmp_path, hide_package=False).split())
+    assert peak < 1.2
+    assert held < 1.15
