@@ -314,8 +314,8 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
         Args:
             weights: The precision that the matrices are kept in: "float32" (the same results up to rounding),
-                "bfloat16" or "int8" (faster and smaller; calibrate exits again). Embeddings, and a head that shares
-                their weight, stay in float32.
+                "bfloat16" or "int8" (faster and smaller; calibrate exits again). A head that shares its weight with
+                the embedding stays as it is in float32; in less, both are kept in that precision.
             compile: Compile the steps of decoding too, which takes seconds, and a C++ compiler. For small models, whose
                 time goes by between operations; a large one, whose matrices are packed, would gain nothing.
         """

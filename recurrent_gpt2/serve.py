@@ -8,7 +8,7 @@
 
 `usage.loop_steps` of an answer is the mean number of loop steps of its tokens in each group, prompt included. Requests
 are answered one after the other by `generate`; for many at once there is vLLM (`vllm_plugin.py`). It needs
-`pip install 'recurrent-gpt2[serve]'`.
+`pip install -e '.[serve]'`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
 if not is_serve_available():
-    raise ImportError("the server needs fastapi, openai, pydantic and uvicorn: pip install 'recurrent-gpt2[serve]'")
+    raise ImportError("the server needs fastapi, openai, pydantic and uvicorn: pip install -e '.[serve]'")
 
 import uvicorn
 from fastapi import HTTPException

@@ -69,7 +69,7 @@ def render_card(
         num_loops=config["num_loops"],
         mean_loops=config["mean_loops"] + (config["loop_sigma"] is not None),
         draws_loops=config["loop_sigma"] is not None,
-        backprop_loops=config["backprop_loops"] or "all",
+        backprop_loops=config["backprop_loops"],
         default_policy=json.dumps(policy) if policy else None,
         guarantee=guarantee_of(checkpoint),
         tradeoff=[tradeoff_row(row) for row in measurements],
@@ -77,6 +77,7 @@ def render_card(
         base_model=base.removeprefix("./") if base else None,
         training=training_lines(state),
         tokens=f"{tokens_seen(state):,}" if tokens_seen(state) else None,
+        tasks="".join(f", and beside it on the task `{task['task']}`" for task in config.get("tasks") or []),
     )  # fmt: skip
 
 
@@ -133,9 +134,7 @@ def training_lines(state: dict[str, Any]) -> list[str]:
         lines.append(f"validation loss {last['eval_loss']:.4f} {how}")
         answers = [entry for entry in state["log_history"] if "eval_tasks_accuracy" in entry]
         if answers:
-            lines.append(
-                f"answers of tasks: {answers[-1]['eval_tasks_accuracy']:.4f} right, no loss on the rest, {how}"
-            )
+            lines.append(f"answers of tasks: {answers[-1]['eval_tasks_accuracy']:.4f} of them right, {how}")
     return lines
 
 

@@ -3,7 +3,9 @@
      a c c b b a ? a >2 b ? c >1 b
 
 c follows a, b follows c, a follows b. What is two places after a? b. After the definition of "Depo" in Physics of
-Language Models, part 4, which has words of several tokens; here a word is one.
+Language Models, part 4, which has words of several tokens; here a word is one. The word that a question starts from is
+to be answered too, by the one that follows it. While the curriculum is shallow rings are small, and pairs are told more
+than once.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ class Depo(Task):
     """
     Args:
         depth: Most places that a question goes on. A question takes as many loops.
-        words: Words of the ring, drawn anew from as many for every sequence, in an order of their own.
+        words: Words of the ring, in an order of its own for every sequence.
         queries: Questions of a sequence.
     """
 
@@ -46,10 +48,11 @@ class Depo(Task):
         return 2 * self.words + TOKENS_PER_QUESTION * self.queries
 
     def sample(self, n: int, depth: int, rng: np.random.Generator) -> TaskBatch:
-        ring = rng.random((n, self.words)).argsort(1)
-        places = rng.random((n, self.words)).argsort(1)  # the order in which the pairs are told
-        pairs = np.stack([np.take_along_axis(ring, (places + k) % self.words, 1) for k in (0, 1)], -1)
-        starts = np.take_along_axis(ring, rng.integers(self.words, size=(n, self.queries)), 1)
+        size = min(max(3, depth + 1, self.words * depth // self.depth), self.words)  # of the ring
+        ring = rng.random((n, self.words)).argsort(1)[:, :size]
+        places = rng.random((n, self.words)).argsort(1) % size  # the order in which the pairs are told
+        pairs = np.stack([np.take_along_axis(ring, (places + k) % size, 1) for k in (0, 1)], -1)
+        starts = np.take_along_axis(ring, rng.integers(size, size=(n, self.queries)), 1)
         return self._solved(pairs, starts, rng.integers(1, depth + 1, size=(n, self.queries)))
 
     def parse(self, text: str) -> TaskBatch:
@@ -71,7 +74,7 @@ class Depo(Task):
             asked.append((self._read(parts[0], "w", self.words, 0), self._read(parts[1], ">", self.words, 1)))
         starts, hops = np.array(asked, dtype=np.int64).reshape(1, -1, 2).transpose(2, 0, 1)
         batch = self._solved(np.array([list(zip(firsts, seconds, strict=True))]), starts, hops)
-        for question, value in zip(questions, batch.answers[batch.asked], strict=True):
+        for question, value in zip(questions, batch.ids[0, 2 * self.words + 3 :: TOKENS_PER_QUESTION], strict=True):
             given = question.split()[2:]
             if given and self._read(given[0], "w", self.words, 0) != value:
                 raise ValueError(f"the answer to `?{question.rstrip()}` is w{value}.")
@@ -91,11 +94,12 @@ class Depo(Task):
         found = starts
         for k in range(1, self.words):
             found = np.where(hops >= k, np.take_along_axis(follows, found, 1), found)
+        next_one = np.take_along_axis(follows, starts, 1)
         silent = np.full_like(starts, NO_ANSWER)
         mark = np.full_like(starts, len(self.tokens) - 1)
         asked = np.stack([mark, starts, self.words - 1 + hops, found], -1).reshape(n, -1)
-        answers = np.stack([silent, silent, found, silent], -1).reshape(n, -1)
-        depths = np.stack([0 * hops, 0 * hops, hops, 0 * hops], -1).reshape(n, -1)
+        answers = np.stack([silent, next_one, found, silent], -1).reshape(n, -1)
+        depths = np.stack([0 * hops, 0 * hops + 1, hops, 0 * hops], -1).reshape(n, -1)
         of_ring = np.zeros((n, 2 * self.words), dtype=np.int64)
         return TaskBatch(
             np.concatenate([pairs.reshape(n, -1), asked], 1),

@@ -171,8 +171,8 @@ def test_a_bad_ring_is_named_in_a_sentence(text, message):
 
 def test_a_ring_is_followed_word_by_word():
     batch = Depo(words=3, depth=2, queries=2).parse("w0 w2 w2 w1 w1 w0 ? w0 >2 ? w1 >1")
-    assert batch.answers[batch.asked].tolist() == [1, 0]
-    assert batch.depths[batch.asked].tolist() == [2, 1]
+    assert batch.answers[batch.asked].tolist() == [2, 1, 0, 0]  # what follows the start, and what was asked for
+    assert batch.depths[batch.asked].tolist() == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
