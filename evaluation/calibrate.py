@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import cached_file
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM
 from training.card import render_card
 from training.data import Source
-from training.promise import describe_guarantee
+from training.promise import describe_guarantee, short_loops, weights_digest
 from training.tasks import available_tasks
 
 from .baselines import lower_hull
@@ -352,12 +353,13 @@ def write(checkpoint: Path, promised: dict[str, Any]) -> None:
     card = checkpoint / "README.md"
     is_as_made = card.exists() and card.read_text() == str(render_card(checkpoint))
     loops = promised["num_loops"]
-    num_loops = loops[0] if len(set(loops)) == 1 else loops
+    num_loops = short_loops(loops)
     configs = {name: json.loads((checkpoint / f"{name}.json").read_text()) for name in ("config", "generation_config")}
     configs["config"]["num_loops"] = num_loops
     # Without `_from_model_config` the fields that are not transformers' own would be lost on load.
     configs["generation_config"] |= {"num_loops": num_loops, "_from_model_config": False}
     configs["generation_config"]["exit_policy"] = promised["exit_policy"]
+    promised = {**promised, "weights": weights_digest(checkpoint)}
     for name, values in {**configs, "calibration": promised}.items():
         _replace(checkpoint / f"{name}.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     if is_as_made:
@@ -494,9 +496,9 @@ def load_part(
 
 def full_loops(checkpoint: str, model: RecurrentGPT2ForCausalLM) -> list[int]:
     """What the checkpoint takes for full depth: of an earlier calibration, of its generation config, of its config."""
-    earlier = Path(checkpoint) / "calibration.json"
-    if earlier.exists():
-        return json.loads(earlier.read_text())["full_loops"]
+    earlier = cached_file(checkpoint, "calibration.json", _raise_exceptions_for_missing_entries=False)
+    if earlier is not None:
+        return json.loads(Path(earlier).read_text())["full_loops"]
     return model.config.loops_per_group(getattr(model.generation_config, "num_loops", None))
 
 
@@ -542,9 +544,14 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"`--source` has two of the same name: {', '.join(names[1:])}.")
     output = options.output or Path("results/calibration") / "-".join(names)
     output.mkdir(parents=True, exist_ok=True)
-    ids = torch.cat([workload.ids.flatten() for part in parts for workload in (part.tuning, part.calibration)])
-    check_fingerprint(model, ids, output / "fingerprint.json")
-    cap = options.num_loops or full_loops(options.checkpoint, model)
+    texts = [workload.ids for part in parts for workload in (part.tuning, part.calibration)]
+    shapes = torch.tensor([text.shape for text in texts])  # the same text, split elsewhere, is another
+    check_fingerprint(
+        model, torch.cat([shapes.flatten(), *(text.flatten() for text in texts)]), output / "fingerprint.json"
+    )
+    cap = full_loops(options.checkpoint, model) if options.num_loops is None else options.num_loops
+    if max(model.config.loops_per_group(cap)) == 1:
+        raise ValueError("full depth (`--num_loops`, or the checkpoint's) is one loop: nothing is cheaper.")
     result = calibrate(model, parts, output, rules, cap, options.cost)
     promised = promise(result, options.seed)
     print(settings_table(result).markdown())

@@ -679,6 +679,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         """Positions, masks and cache of a pass."""
         config = self.config
         self._check_cache(cache, inputs_embeds, plan)
+        self._check_mask(attention_mask, inputs_embeds, cache)
         if position_ids is None:
             position_ids = self._count_positions(inputs_embeds, attention_mask, cache)
         self._check_positions(inputs_embeds, position_ids, cache)
@@ -748,6 +749,20 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             raise ValueError(
                 f"the text has positions {first} to {last} (`position_ids`), that is, up to {last + 1} tokens, but the "
                 f"model has positions for {limit} (`max_position_embeddings`): shorten the text, or generate less."
+            )
+
+    def _check_mask(
+        self, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, cache: LoopCache | None
+    ) -> None:
+        if attention_mask is None or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+            return
+        if cache is not None and cache.is_compileable:  # whose masks are as long as itself
+            return
+        length, past = inputs_embeds.shape[1], 0 if cache is None else cache.get_seq_length()
+        if attention_mask.shape[1] != past + length:
+            raise ValueError(
+                f"`attention_mask` is for {attention_mask.shape[1]} tokens, but must be for all: {past} in the cache "
+                f"and {length} new."
             )
 
     def _check_cache(self, cache: Cache | None, inputs_embeds: torch.Tensor, plan: LoopPlan) -> None:
@@ -844,8 +859,13 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
 
 
 def _fill_with_noise(tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Normal numbers, of which those beyond 3 sigma are drawn again. (How `nn.init.trunc_normal_` makes them depends on
+    the version of PyTorch, and what a checkpoint says must not.)"""
     std = START_STATE_STD
-    return nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std, generator=generator)
+    noise = tensor.normal_(std=std, generator=generator)
+    while (beyond := noise.abs() > 3 * std).any():
+        noise = torch.where(beyond, torch.empty_like(noise).normal_(std=std, generator=generator), noise)
+    return noise
 
 
 def _fill_start_noise(model: RecurrentGPT2Model, incompatible_keys: Any) -> None:

@@ -43,6 +43,8 @@ logger = logging.get_logger(__name__)
 
 # What a request may ask for without being told, unless the checkpoint itself loops more.
 MAX_LOOPS = 64
+# Below it the likeliest token is taken: logits that are divided by less overflow.
+LEAST_TEMPERATURE = 1e-5
 # Requests whose steps are kept until their answers end.
 REMEMBERED = 1000
 # Routes of `transformers serve` that a server of one checkpoint does not have.
@@ -82,11 +84,13 @@ class CheckpointManager(ModelManager):
 class CountedModel:
     """The model, for one request: `generate` as ever, whose steps are then in `loop_steps`."""
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, model: Any, seed: int | None = None):
+        self.model, self.seed = model, seed
         self.loop_steps: list[float] | None = None  # mean of each group
 
     def generate(self, streamer: Any = None, **arguments: Any):
+        if self.seed is not None:  # now that no other request draws
+            set_torch_seed(self.seed)
         held = None if streamer is None else HeldStreamer(streamer)
         outputs = self.model.generate(**arguments, streamer=held, return_dict_in_generate=True)
         if "loop_steps" in outputs:
@@ -125,7 +129,8 @@ class LoopGenerateManager(GenerateManager):
         set_room(model, inputs, gen_config)
         if len(self.requests) >= REMEMBERED:  # those whose clients left are never asked for
             self.requests.pop(next(iter(self.requests)))
-        counted = self.requests[request_id] = CountedModel(model)
+        seed = gen_config.__dict__.pop("request_seed", None)
+        counted = self.requests[request_id] = CountedModel(model, seed)
         return counted
 
     def steps_of(self, request_id: str) -> list[float] | None:
@@ -174,7 +179,11 @@ class LoopHandler(BaseHandler):
         """The checkpoint's own, with what the request changes, checked before it waits for its turn."""
         generation_config = copy.deepcopy(model_generation_config)
         given = body.get("generation_config") or {}
-        given = json.loads(given) if isinstance(given, str) else dict(given)
+        given = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(given, dict):
+            raise ValueError(
+                f"`generation_config` is {given!r}, but must be an object with fields such as `num_loops`."
+            )
         for name, value in given.items():
             if name not in ALLOWED:
                 raise ValueError(
@@ -184,15 +193,17 @@ class LoopHandler(BaseHandler):
         if "exit_policy" in given and given["exit_policy"] is None:
             generation_config.exit_policy = "fixed"  # None stands for the checkpoint's own there
         if (temperature := body.get("temperature")) is not None:
-            generation_config.do_sample = float(temperature) > 0
+            generation_config.do_sample = float(temperature) > LEAST_TEMPERATURE
             generation_config.temperature = float(temperature) if generation_config.do_sample else None
         if body.get("top_p") is not None:
             generation_config.top_p = float(body["top_p"])
         if body.get("seed") is not None:
-            set_torch_seed(int(body["seed"]))
-        if body.get("frequency_penalty") is not None:
-            generation_config.repetition_penalty = 1.0 + float(body["frequency_penalty"])
-        if body.get("stop") is not None:
+            generation_config.request_seed = int(body["seed"])  # for `_count`, which takes it out again
+        if (penalty := body.get("frequency_penalty")) is not None:
+            if not -1 < float(penalty) <= 2:
+                raise ValueError(f"`frequency_penalty` is {penalty!r}, but must be above -1 and at most 2.")
+            generation_config.repetition_penalty = 1.0 + float(penalty)
+        if body.get("stop"):
             generation_config.stop_strings = body["stop"]
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         if max_tokens is not None:

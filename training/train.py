@@ -90,9 +90,9 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
             logger.info(f"resuming from {checkpoint}")
         return checkpoint
     found = [folder for folder in output_dir.glob("checkpoint-*") if is_whole(folder)]
-    if found:
+    if found or (output_dir / "model.safetensors").exists():
         raise FileExistsError(
-            f"`output_dir` {output_dir} has checkpoints already: add --resume to go on, or choose another --output_dir."
+            f"`output_dir` {output_dir} has a model already: add --resume to go on, or choose another --output_dir."
         )
     return None
 
@@ -265,7 +265,14 @@ def make_base(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RecurrentGP
         return None
     if args.from_gpt2 is not None:
         return RecurrentGPT2ForCausalLM.from_gpt2(args.from_gpt2, [], args.allow_pickle)
-    return initialized_model(args.init_from, {}, len(tokenizer) if recipe.tasks else 0)
+    base = initialized_model(args.init_from, {}, len(tokenizer) if recipe.tasks else 0)
+    asked = recipe.model.get("max_position_embeddings", base.config.max_position_embeddings)
+    if asked > base.config.max_position_embeddings:
+        raise ValueError(
+            f"`max_position_embeddings` is {asked}, but with `kl_weight` the model is kept near {args.init_from}, "
+            f"which has {base.config.max_position_embeddings}: leave out the one or the other."
+        )
+    return base
 
 
 def make_feed(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, config: RecurrentGPT2Config) -> TaskFeed | None:

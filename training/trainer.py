@@ -83,7 +83,7 @@ class RecurrentTrainer(Trainer):
             check_groups(self.model.config)
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
-        self._parts: list[tuple[float, float]] = []  # losses of text and of answers since then
+        self._parts: list[tuple[float, ...]] = []  # losses of text, and of answers if there are tasks, since then
         self._last_log: float | None = None  # when
         self._tokens_since_log = 0
         self._random_state_of: str | None = None  # a checkpoint, until its random state is taken up
@@ -96,7 +96,12 @@ class RecurrentTrainer(Trainer):
     def _rest_weight(self) -> float:
         return getattr(self.args, "rest_weight", 0.0)  # plain `TrainingArguments` have none
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_whole_checkpoint(Path(self.args.output_dir))
+            if resume_from_checkpoint is None:
+                raise ValueError(f"`output_dir` {self.args.output_dir} has no whole checkpoint to resume from.")
+        resume_from_checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if resume_from_checkpoint is not None and isinstance(self.train_dataset, StreamedBlocks):
             # The stream starts where the checkpoint left it, so there are no batches to skip. With that the stock
             # trainer would also leave out the random state.
@@ -161,6 +166,7 @@ class RecurrentTrainer(Trainer):
         inputs = dict(inputs)
         of_tasks = inputs.pop("tasks", None)
         loss, outputs = self._loss_of_part(model, inputs, num_items_in_batch)
+        of_text = loss.detach()
         if self.base is not None and model.training:
             text = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
             with torch.no_grad():
@@ -168,9 +174,11 @@ class RecurrentTrainer(Trainer):
             kl = divergence(outputs.logits, of_base, inputs["labels"], self.args.kl_temperature)
             shares = 1 if num_items_in_batch is None else self.args.gradient_accumulation_steps
             loss = loss + self.args.kl_weight * kl / shares
+            if of_tasks is None:
+                self._parts.append((float(of_text),))
         if of_tasks is not None:
             answers, _ = self._loss_of_part(model, of_tasks, None)
-            self._parts.append((float(loss.detach()), float(answers.detach())))
+            self._parts.append((float(of_text), float(answers.detach())))
             loss = loss + answers / self.args.gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
@@ -243,8 +251,10 @@ class RecurrentTrainer(Trainer):
             before = [entry["tokens_seen"] for entry in self.state.log_history if "tokens_seen" in entry]
             if self._parts:
                 micro_steps = self.args.gradient_accumulation_steps
-                of_text, of_answers = (sum(losses) / len(self._parts) for losses in zip(*self._parts, strict=True))
-                logs["text_loss"], logs["answers_loss"] = of_text * micro_steps, of_answers
+                of_text, *of_answers = (sum(losses) / len(self._parts) for losses in zip(*self._parts, strict=True))
+                logs["text_loss"] = of_text * micro_steps
+                if of_answers:  # with what is added for `rest_weight`
+                    (logs["answers_loss"],) = of_answers
             logs["perplexity"] = _perplexity(logs.get("text_loss", logs["loss"]))
             logs["tokens_seen"] = (before[-1] if before else 0) + self._tokens_since_log
             logs["tokens_per_second"] = self._tokens_since_log / (now - then)

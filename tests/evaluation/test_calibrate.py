@@ -18,6 +18,7 @@ from tests.evaluation.test_exit_search import write_policy
 from tests.helpers import random_ids, tiny_model
 from training.card import check_card, render_card
 from training.data import Source
+from training.promise import guarantee_of
 from training.tasks import Chains, task_tokenizer
 
 FEW = ["--tuning", "24", "--calibration", "120", "--block_size", "16", "--num_loops", "5"]
@@ -108,6 +109,33 @@ def test_it_goes_on_where_it_stopped(checkpoint, trained, monkeypatch, capsys):
     assert len(scored) == done
     assert capsys.readouterr().out == table
     assert read(checkpoint / "calibration.json") == first
+
+
+def test_scores_of_another_split_are_not_taken_for_its_own(checkpoint, trained):
+    run(checkpoint, trained, "--rules", "step_norm")
+    with pytest.raises(ValueError, match="another"):
+        run(checkpoint, trained, "--rules", "step_norm", "--tuning", "20", "--calibration", "124")
+
+
+def test_a_promise_ends_with_the_weights_or_the_setting_that_it_was_made_for(checkpoint, trained):
+    run(checkpoint, trained, "--rules", "step_norm", "--write")
+    assert guarantee_of(checkpoint) is not None
+    settings = checkpoint / "generation_config.json"
+    kept = settings.read_text()
+    settings.write_text(json.dumps({**json.loads(kept), "exit_policy": "kl"}))
+    assert guarantee_of(checkpoint) is None
+    settings.write_text(kept)
+    assert guarantee_of(checkpoint) is not None
+    model, _ = load_checkpoint(str(checkpoint))
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    model.save_pretrained(checkpoint)
+    assert guarantee_of(checkpoint) is None
+
+
+def test_one_loop_leaves_nothing_to_choose(checkpoint, trained):
+    with pytest.raises(ValueError, match="is one loop: nothing is cheaper"):
+        run(checkpoint, trained, "--num_loops", "1")
 
 
 def test_a_policy_of_ones_own_is_swept_beside_the_others(checkpoint, trained, tmp_path, capsys):

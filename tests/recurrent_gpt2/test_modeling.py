@@ -188,6 +188,19 @@ def test_start_noise_is_truncated_and_depends_on_seed_group_and_position_only():
     assert not torch.equal(noise, tiny_model(max_position_embeddings=512, noise_seed=1).model.start_noise)
 
 
+def test_start_noise_is_the_same_with_every_version_of_pytorch():
+    noise = tiny_model().model.start_noise
+    torch.testing.assert_close(noise[0, 0, :3], torch.tensor([-0.7120, -0.7288, -0.1585]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(noise[-1, -1, :3], torch.tensor([1.0556, -0.4228, -0.0498]), atol=1e-4, rtol=0)
+
+
+def test_a_mask_that_is_not_for_all_tokens_is_refused():
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = model(ids[:, :8]).past_key_values
+    with pytest.raises(ValueError, match=r"`attention_mask` is for 4 tokens, .* 8 in the cache and 4 new"):
+        model(ids[:, 8:], attention_mask=torch.ones(2, 4, dtype=torch.long), past_key_values=cache)
+
+
 def test_loop_noise_is_added_at_every_step_and_is_fixed_in_eval_mode():
     model, ids = tiny_model(loop_noise=0.5), random_ids(1, 6)
     assert torch.equal(model(ids).logits, model(ids).logits)

@@ -97,6 +97,8 @@ def test_fifty_requests_of_eight_clients_are_answered_as_if_alone_and_memory_sta
         ({"generation_config": {"cache_strategy": "none"}}, "per_step, last_step"),
         ({"generation_config": {"looops": 3}}, "looops"),
         ({"generation_config": "{"}, ""),
+        ({"generation_config": "[1]"}, "`generation_config` is [1]"),
+        ({"frequency_penalty": -1.5}, "`frequency_penalty` is -1.5"),
         ({"max_tokens": 10_000}, "10000, but the model has positions for"),
         ({"max_tokens": 0}, "at least 1"),
         ({"max_tokens": "many"}, "many"),
@@ -124,6 +126,19 @@ def test_a_model_that_does_not_chat_says_so(server):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="recurrent-gpt2-mini", messages=[{"role": "user", "content": "Hello"}])
     assert "does not chat" in error.value.body["message"]
+
+
+def test_a_seed_holds_in_company_too(server):
+    client, _ = server
+
+    def sample(seed):
+        arguments = {"model": "recurrent-gpt2-mini", "prompt": "The", "max_tokens": 30, "temperature": 1.5}
+        return client.completions.create(**arguments, seed=seed).choices[0].text
+
+    alone = {seed: sample(seed) for seed in (1, 2)}
+    assert alone[1] != alone[2]
+    with ThreadPoolExecutor(4) as clients:
+        assert list(clients.map(sample, [1, 2, 1, 2])) == [alone[1], alone[2]] * 2
 
 
 def test_sampling_and_stop_words(server):

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import pytest
@@ -95,6 +96,11 @@ def test_another_architecture_or_vocabulary_is_refused(folder):
         training.train.main(
             new_run(folder, output_dir=folder / "bad", init_from=folder / "base", tokenizer=other, max_steps=1)
         )
+    with pytest.raises(ValueError, match=r"`max_position_embeddings` is 64, but with `kl_weight`.* which has 32"):
+        training.train.main(
+            new_run(folder, output_dir=folder / "bad", init_from=folder / "base", kl_weight=0.5,
+                    max_position_embeddings=64, max_steps=1)
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"kl_weight.* no `from_gpt2`"):
         training.train.main(tiny_run(folder, output_dir=folder / "bad", kl_weight=0.5))
 
@@ -123,6 +129,10 @@ def test_healing_from_a_gpt2_with_loops_that_grow(folder):
     drawn = [entry["loops_group_0"] for entry in trainer.state.log_history if "loops_group_0" in entry]
     assert drawn[0] == 1
     assert sum(drawn[6:]) / 6 > sum(drawn[:4]) / 4
+    first, *_, last = (entry for entry in trainer.state.log_history if "text_loss" in entry)
+    assert first["text_loss"] == pytest.approx(first["loss"], abs=1e-3)  # it is the start itself, without divergence
+    assert last["loss"] > last["text_loss"]
+    assert last["perplexity"] == pytest.approx(math.exp(last["text_loss"]), rel=1e-3)  # of the text alone
 
 
 def test_a_killed_run_that_started_from_a_checkpoint_resumes_bit_for_bit(folder):

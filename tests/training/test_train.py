@@ -193,6 +193,10 @@ def test_a_run_is_not_written_over(folder):
     training.train.main(arguments)
     with pytest.raises(FileExistsError, match="--resume"):
         training.train.main(arguments)
+    for checkpoint in (folder / "once").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(FileExistsError, match="has a model already"):
+        training.train.main(arguments)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +247,7 @@ def test_a_new_run_trains_its_own_tokenizer(folder):
     for entries in (300, 310):
         for checkpoint in run.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
+        (run / "model.safetensors").unlink(missing_ok=True)
         training.train.main(tiny_run(folder, output_dir=run, max_steps=1, tokenizer_vocab_size=entries))
         assert len(AutoTokenizer.from_pretrained(run)) == entries
 

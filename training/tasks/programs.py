@@ -92,7 +92,7 @@ class Programs(Task):
         operands = np.zeros((2, n, self.lines), dtype=np.int64)
         rows, heights = np.arange(n), np.zeros(shape, dtype=np.int64)
         for line in range(1, self.lines):
-            too_deep = 10.0 * (heights[:, :line] >= depth)
+            too_deep = np.where(heights[:, :line] >= depth, np.inf, 0.0)  # the first line never is
             recent = self.recent * np.arange(line) / line
             operands[0, :, line] = (likings[0, :, line, :line] + recent - too_deep).argmax(1)
             # A name minus itself is 0 without looking: seldom, where there is a choice.

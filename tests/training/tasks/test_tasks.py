@@ -169,6 +169,10 @@ def test_a_bad_ring_is_named_in_a_sentence(text, message):
         Depo(words=3, depth=2, queries=2).parse(text)
 
 
+def test_programs_are_no_deeper_than_asked_for_however_much_late_lines_are_liked():
+    assert sampled(Programs(recent=30.0), depth=3).depths.max() <= 4  # of a question: one more than its line
+
+
 def test_a_ring_is_followed_word_by_word():
     batch = Depo(words=3, depth=2, queries=2).parse("w0 w2 w2 w1 w1 w0 ? w0 >2 ? w1 >1")
     assert batch.answers[batch.asked].tolist() == [2, 1, 0, 0]  # what follows the start, and what was asked for
