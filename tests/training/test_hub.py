@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import training.train
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM, StepNormExit
-from tests.conftest import HUB_PORT
 from tests.helpers import REMOTE_CODE, ROOT, random_ids, run_fresh, tiny_model
-from tests.hub_server import TOKEN, Hub
+from tests.hub_server import TOKEN
 from tests.training.runs import tiny_run, write_texts
 from training import push
 from training.card import check_card, check_metadata, render_card
@@ -25,20 +24,6 @@ RESULTS = [
     {**FIXED, "ms_per_token": 3.5},
     {**FIXED, "policy": {"name": "step_norm", "threshold": 2.5}, "mean_steps": 3.25, "perplexity": 61.5},
 ]
-
-
-@pytest.fixture(scope="module")
-def hub():
-    server = Hub(HUB_PORT).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def logged_in(monkeypatch, hub):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return hub
 
 
 @pytest.fixture

@@ -10,27 +10,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import RepoCard, snapshot_download
 
-from tests.conftest import HUB_PORT
 from tests.helpers import ROOT
-from tests.hub_server import TOKEN, Hub
+from tests.hub_server import TOKEN
 from training import push
 from training.space import requirements
 
 SPACE, MINI, PROGRAMS = "someone/watch-a-model", "someone/recurrent-gpt2-mini", "someone/recurrent-gpt2-programs"
-
-
-@pytest.fixture(scope="module")
-def hub():
-    server = Hub(HUB_PORT).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def logged_in(monkeypatch, hub):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return hub
 
 
 def test_a_space_is_pushed_with_its_code_and_what_it_needs(logged_in, capsys):

@@ -242,6 +242,18 @@ def test_what_may_change_on_resume_changes_and_the_rest_is_refused(folder):
     assert trainer.state.global_step == 3
 
 
+def test_the_stock_way_to_resume_finds_the_newest_checkpoint(folder):
+    run, task = folder / "stock", "[{task: chains, slots: 8, depth: 3}]"
+    fields = {"output_dir": run, "sources": task, "loop_groups": "[[3]]", "most_loops": 4, "save_steps": 2}
+    trainer = training.train.main(tiny_run(folder, **fields, max_steps=2))
+    trainer.args.max_steps = 4
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    shutil.rmtree(run)
+    with pytest.raises(ValueError, match="has no whole checkpoint to resume from"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_a_new_run_trains_its_own_tokenizer(folder):
     run = folder / "tokenizers"
     for entries in (300, 310):
