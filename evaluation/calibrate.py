@@ -537,6 +537,11 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"`--write` needs a checkpoint in a folder, but {options.checkpoint} is none.")
     rules = find_rules([*(options.rules or []), *options.policy], and_registered=options.rules is None)
     model, tokenizer = load_checkpoint(options.checkpoint)
+    if (getattr(model.generation_config, "cache_strategy", None) or model.config.cache_strategy) == "last_step":
+        raise ValueError(
+            f"`cache_strategy` of {options.checkpoint} is 'last_step', but must be 'per_step': sequences are scored in one "
+            "pass, and with 'last_step' tokens that come one by one see others, for which nothing could be promised."
+        )
     parts = [load_part(source, budget, model, tokenizer, options)
              for source, budget in zip(options.source, budgets, strict=True)]  # fmt: skip
     names = [Path(options.checkpoint).resolve().name, *(part.source for part in parts)]

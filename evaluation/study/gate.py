@@ -211,15 +211,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="NAME=RUN,RUN with NAME among chains, programs, text")
     parser.add_argument("--work", type=Path, default=Path("results/gate"), help="folder of the scores")
-    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file, in which other games' results stay")
     options = parser.parse_args(arguments)
     register_exit_policy("gate_of_the_study")(GateExit)
-    studies = []
+    studies = json.loads(options.output.read_text()) if options.output.exists() else []
     for given in options.runs:
         name, _, folders = given.partition("=")
         if name not in FITTED or not folders:
             raise ValueError(f"`runs` has {given!r}, but must be NAME=RUN with NAME among {', '.join(FITTED)}.")
-        studies += [study(name, Path(folder), options.work) for folder in folders.split(",")]
+        others = [found for found in studies if found["game"] != name]
+        studies = others + [study(name, Path(folder), options.work) for folder in folders.split(",")]
     options.output.write_text(json.dumps(studies, indent=1) + "\n")
     print(gate_table(studies).markdown())
 

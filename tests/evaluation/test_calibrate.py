@@ -138,6 +138,13 @@ def test_one_loop_leaves_nothing_to_choose(checkpoint, trained):
         run(checkpoint, trained, "--num_loops", "1")
 
 
+def test_a_cache_whose_tokens_see_other_states_is_refused(checkpoint, trained):
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "cache_strategy": "last_step"}))
+    with pytest.raises(ValueError, match="`cache_strategy` of .* is 'last_step', but must be 'per_step'"):
+        run(checkpoint, trained)
+
+
 def test_a_policy_of_ones_own_is_swept_beside_the_others(checkpoint, trained, tmp_path, capsys):
     path = write_policy(tmp_path / "my_policy.py", "MyStepNorm", '@register_exit_policy("my_step_norm")')
     run(checkpoint, trained, "--rules", "step_norm", "--policy", str(path))

@@ -27,9 +27,11 @@ def test_a_probe_that_can_see_the_need_stays_as_long_as_that(objective):
 def test_gates_are_played_beside_the_rules(checkpoints, tmp_path, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(gate, "GAMES", (GAME,))
     monkeypatch.setitem(gate.FITTED, "chains", 16)
-    file = tmp_path / "gate.json"
+    file, other = tmp_path / "gate.json", {"game": "text", "run": "a", "rows": []}
+    file.write_text(json.dumps([other]))
     gate.main([f"chains={checkpoints / 'tiny-chains'}", "--work", str(tmp_path / "work"), "--output", str(file)])
-    (found,) = json.loads(file.read_text())
+    kept, found = json.loads(file.read_text())
+    assert kept == other
     rows = {row["rule"]: row for row in found["rows"]}
     assert {"step_norm/state", "gate, later", "gate, last step", "gate, distribution"} <= set(rows)
     assert rows[found["best_rule"]]["more_steps"] == 0
