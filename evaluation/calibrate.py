@@ -539,8 +539,8 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_checkpoint(options.checkpoint)
     if (getattr(model.generation_config, "cache_strategy", None) or model.config.cache_strategy) == "last_step":
         raise ValueError(
-            f"`cache_strategy` of {options.checkpoint} is 'last_step', but must be 'per_step': sequences are scored in one "
-            "pass, and with 'last_step' tokens that come one by one see others, for which nothing could be promised."
+            f"`cache_strategy` of {options.checkpoint} is 'last_step', but must be 'per_step': sequences are scored in "
+            "one pass, and with 'last_step' tokens that come one by one see others: nothing could be promised for them."
         )
     parts = [load_part(source, budget, model, tokenizer, options)
              for source, budget in zip(options.source, budgets, strict=True)]  # fmt: skip

@@ -58,17 +58,21 @@ def _rule(make: type[ExitPolicy], thresholds: tuple[float, ...], **settings):
 
 
 # Each from where it fires at once to where it hardly ever does. A rule with patience 3 can first fire at the third step
-# (the fourth, for `kl`), as acceleration can with its patience of 2.
+# (the fourth, for `kl`), as acceleration can with its patience of 2. A rule of confidence with patience 2 fires where a
+# token has known its answer for a step: the keys and values of a step come from the state before it.
 OF_NORMS = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02)
+OF_DOUBTS = (0.5, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3)
 RULES: dict[str, tuple[Callable[[float], ExitPolicy], tuple[float, ...]]] = {
     "acceleration/state": _rule(AccelerationExit, (1.6, 1.3, *OF_NORMS), normalize="state"),
     "step_norm/state": _rule(StepNormExit, OF_NORMS, normalize="state"),
     "step_norm/state x3": _rule(StepNormExit, OF_NORMS, normalize="state", patience=3),
     "kl": _rule(KLExit, (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5)),
     "kl x3": _rule(KLExit, (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5), patience=3),
-    "confidence": _rule(ConfidenceExit, (0.5, 0.3, 0.1, 0.03, 0.01, 1e-3)),
-    "confidence x3": _rule(ConfidenceExit, (0.5, 0.3, 0.1, 0.03, 0.01, 1e-3), patience=3),
+    "confidence": _rule(ConfidenceExit, OF_DOUBTS),
+    "confidence x2": _rule(ConfidenceExit, OF_DOUBTS, patience=2),
+    "confidence x3": _rule(ConfidenceExit, OF_DOUBTS, patience=3),
     "entropy": _rule(EntropyExit, (1.0, 0.3, 0.1, 0.03, 0.01)),
+    "entropy x2": _rule(EntropyExit, (1.0, 0.3, 0.1, 0.03, 0.01), patience=2),
 }
 
 

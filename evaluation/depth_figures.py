@@ -14,8 +14,10 @@ STYLES = {rule: RULE_STYLES[rule] for rule in ("fixed", "step_norm/state", "kl",
     "step_norm/state x3": {"color": "#0072B2", "marker": "o", "linestyle": "-"},
     "kl x3": {"color": "#009E73", "marker": "^", "linestyle": "-"},
     "confidence": {"color": "#CC79A7", "marker": "X", "linestyle": ":"},
+    "confidence x2": {"color": "#CC79A7", "marker": "P", "linestyle": "-"},
     "confidence x3": {"color": "#CC79A7", "marker": "v", "linestyle": "--"},
     "entropy": {"color": "#999999", "marker": "*", "linestyle": ":"},
+    "entropy x2": {"color": "#999999", "marker": "*", "linestyle": "-"},
 }
 
 

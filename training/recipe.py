@@ -104,6 +104,8 @@ class RecurrentTrainingArguments(TrainingArguments):
         rest_weight: With tasks, the weight of a loss by which tokens take long steps until their answer stands, and
             rest from then on, so that exit rules can tell. 0: without.
         rest_delay: Steps after its answer stands that may still be long.
+        doubt_weight: With tasks, the weight of the loss of the answers after every loop step, by which a token is
+            unsure until it has its answer, so that exit rules of confidence can tell. 0: without.
         geometry_loops: Fixed loops at which the geometry is measured while training; 0: it is not.
         geometry_blocks: Held-out blocks that it is measured on.
     """
@@ -123,6 +125,7 @@ class RecurrentTrainingArguments(TrainingArguments):
     exit_share: float = 0.5
     rest_weight: float = 0.0
     rest_delay: int = 1
+    doubt_weight: float = 0.0
     geometry_loops: int = 0
     geometry_blocks: int = 4
 
@@ -134,8 +137,10 @@ class RecurrentTrainingArguments(TrainingArguments):
         if self.most_loops is not None and (not isinstance(self.most_loops, int) or self.most_loops < 1):
             raise ValueError(f"`most_loops` is {self.most_loops!r}, but must be an int of at least 1.")
         resolve_exit_policy(list(self.exit_policies), len(self.exit_policies))  # fails here rather than in a run
-        if isinstance(self.rest_weight, str | bool) or not 0 <= self.rest_weight < math.inf:
-            raise ValueError(f"`rest_weight` is {self.rest_weight!r}, but must be a number of at least 0.")
+        for name in ("rest_weight", "doubt_weight"):
+            value = getattr(self, name)
+            if isinstance(value, str | bool) or not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is {value!r}, but must be a number of at least 0.")
         for name, most in {"exit_share": 1, "loop_ramp": 1, "kl_weight": 1e6, "kl_temperature": 1e6}.items():
             value = getattr(self, name)
             if isinstance(value, str | bool) or not 0 <= value <= most or (name == "kl_temperature" and value == 0):

@@ -23,7 +23,7 @@ from .card import render_card
 from .data import StreamedBlocks, collate
 from .muon import Muon
 from .tasks.feed import TaskFeed
-from .tasks.rest import answers_of, check_groups, rest_loss
+from .tasks.rest import answers_of, check_groups, doubt_loss, rest_loss
 from .tasks.task import NO_ANSWER
 
 
@@ -79,8 +79,9 @@ class RecurrentTrainer(Trainer):
                 "`exit_policies` need whole weights: with FSDP or DeepSpeed, processes whose tokens leave at different "
                 "steps would wait for each other for ever. Leave them out."
             )
-        if self._rest_weight:
-            check_groups(self.model.config)
+        for name in ("rest_weight", "doubt_weight"):
+            if self._weight(name) > 0:
+                check_groups(self.model.config, name)
         self._micro_step = (-1, 0)  # the current step, and the micro-step within it
         self._drawn: list[list[int]] = []  # since the last log
         self._parts: list[tuple[float, ...]] = []  # losses of text, and of answers if there are tasks, since then
@@ -92,9 +93,8 @@ class RecurrentTrainer(Trainer):
         if tasks is not None:
             self.add_callback(CurriculumCallback(tasks, self.accelerator))
 
-    @property
-    def _rest_weight(self) -> float:
-        return getattr(self.args, "rest_weight", 0.0)  # plain `TrainingArguments` have none
+    def _weight(self, name: str) -> float:
+        return getattr(self.args, name, 0.0)  # plain `TrainingArguments` have none
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         if resume_from_checkpoint is True:
@@ -188,27 +188,36 @@ class RecurrentTrainer(Trainer):
         with_exits = inputs.get("exit_policy") is not None
         if with_exits:
             model.eval()  # policies are for that mode: noise of the start is fixed by position, dropout is off
-        with_rest = self._rest_weight > 0 and task is not None and not with_exits
-        if with_rest:
+        of_steps = self._weight("rest_weight") + self._weight("doubt_weight") > 0
+        of_steps = of_steps and task is not None and not with_exits
+        if of_steps:
             inputs["output_loop_trajectory"] = True
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if with_rest:
+        if of_steps:
             # What is divided by the answers of all micro-steps sums up over them; a mean over these answers does not.
             parts = 1 if num_items_in_batch is None else self.args.gradient_accumulation_steps
-            loss = loss + self._rest_weight / parts * self._rest(outputs.loop_trajectory[0], inputs["labels"])
+            loss = loss + self._loss_of_steps(outputs.loop_trajectory[0], inputs["labels"]) / parts
         if with_exits:
             model.train()
         elif task is not None:
             self.tasks.observe(outputs.logits, inputs["labels"], task)  # what exits lose does not hold a curriculum up
         return loss, outputs
 
-    def _rest(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss_of_steps(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """What `rest_weight` and `doubt_weight` add, from the states of all loop steps."""
+        rest_weight, doubt_weight = self._weight("rest_weight"), self._weight("doubt_weight")
         answers = answers_of(labels)
         asked = answers != NO_ANSWER
-        said = answers.repeat(len(states) - 1, 1, 1)
-        with torch.no_grad():
-            said[:, asked] = self.model.decode_states(states[1:, asked]).argmax(-1)
-        return rest_loss(states, said, answers, self.args.rest_delay)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and doubt_weight > 0):
+            logits = self.model.decode_states(states[1:, asked])  # [K, asked, vocabulary]
+        loss = states.new_zeros(())
+        if doubt_weight > 0:
+            loss = loss + doubt_weight * doubt_loss(logits, answers[asked])
+        if rest_weight > 0:
+            said = answers.repeat(len(states) - 1, 1, 1)
+            said[:, asked] = logits.detach().argmax(-1)
+            loss = loss + rest_weight * rest_loss(states, said, answers, self.args.rest_delay)
+        return loss
 
     def create_model_card(self, *args, **kwargs) -> None:
         """The project's card instead of the stock one, beside the weights that are pushed."""

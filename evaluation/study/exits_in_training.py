@@ -1,14 +1,15 @@
 """Does it help to train with exits? `python -m evaluation.study.exits_in_training --output docs/tasks/exits.json`.
 
-Models of chains, trained without `rest_weight` and with it, are trained on for some steps: as before, and with tokens
-that leave by their own confidence in two of three steps, so that others learn to read states that stopped early.
-`evaluation.depth` then measures every rule on each. About half an hour on one core for a seed. What is done stays in
-`--work`: an interrupted study goes on where it was.
+Models of chains, trained with and without `rest_weight` and `doubt_weight`, are trained on for some steps: as before,
+and with tokens that leave by their own confidence in two of three steps, so that others learn to read states that
+stopped early. `evaluation.depth` then measures every rule on each. About an hour on one core for a seed. What is done
+stays in `--output` and `--work`: an interrupted study goes on where it was.
 """
 
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from .. import depth
 from ..report import Table
 
 RECIPE = Path(__file__).parents[2] / "training/recipes/chains.yaml"
-RULES = ("acceleration/state", "step_norm/state", "kl", "confidence", "confidence x3", "entropy")
+RULES = ("acceleration/state", "step_norm/state", "kl", "confidence", "confidence x2", "confidence x3", "entropy")
+LOSSES = ((0.0, 0.0), (0.3, 0.0), (0.0, 0.3), (0.3, 0.3))  # weights of rest and doubt
 CONFIDENCES = [{"name": "confidence", "threshold": threshold} for threshold in (0.3, 0.1, 0.03, 0.01)]
 FURTHER = {
     "as before": {},
@@ -48,44 +50,46 @@ def measured(folder: Path, sequences: int) -> dict[str, Any]:
 
 
 def study(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for seed in range(options.seeds):
-        for rest in (0.0, 0.3):
-            start = trained(options.work / f"rest-{rest}-{seed}", seed=seed, rest_weight=rest)
-            models = {"not trained on": start}
-            for name, settings in FURTHER.items():
-                folder = options.work / f"rest-{rest}-{seed}-{name.replace(' ', '-')}"
-                models[name] = trained(
-                    folder, seed=seed, rest_weight=rest, init_from=start, max_steps=options.steps, **settings
-                )
-            for name, folder in models.items():
-                found = measured(folder, options.sequences)
-                rows.append({"seed": seed, "rest_weight": rest, "trained": name, **found})
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps(rows) + "\n")
+    rows = json.loads(options.output.read_text()) if options.output.exists() else []
+    for seed, (rest, doubt) in product(range(options.seeds), LOSSES):
+        weights = {"seed": seed, "rest_weight": rest, "doubt_weight": doubt}
+        folder = options.work / "-".join(f"{name.split('_')[0]}-{value}" for name, value in weights.items())
+        for name, settings in {"not trained on": None, **FURTHER}.items():
+            if any(weights | {"trained": name} == {key: row[key] for key in (*weights, "trained")} for row in rows):
+                continue
+            start = trained(folder, **weights)
+            if settings is not None:
+                further = folder.with_name(f"{folder.name}-{name.replace(' ', '-')}")
+                start = trained(further, **weights, init_from=start, max_steps=options.steps, **settings)
+            rows.append({**weights, "trained": name, **measured(start, options.sequences)})
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(rows) + "\n")
     return rows
 
 
 def exits_in_training_table(rows: list[dict[str, Any]]) -> Table:
     """Mean steps at which 99.9 % are right; where a rule has no such threshold, the most that are, and its steps."""
     cells = []
-    for rest in dict.fromkeys(row["rest_weight"] for row in rows):
-        for name in dict.fromkeys(row["trained"] for row in rows):
-            seeds = [row for row in rows if row["rest_weight"] == rest and row["trained"] == name]
-            if seeds:
-                cells.append([f"{rest:g}", name, *(_cell(seeds, rule) for rule in RULES)])
-    return Table("", ["`rest_weight`", "trained on", *RULES], cells)
+    for (rest, doubt), name in product(LOSSES, ("not trained on", *FURTHER)):
+        how = {"rest_weight": rest, "doubt_weight": doubt, "trained": name}
+        seeds = [row for row in rows if how.items() <= row.items()]
+        if seeds:
+            cells.append([f"{rest:g}", f"{doubt:g}", name, *(_cell(seeds, rule) for rule in RULES)])
+    return Table("", ["`rest_weight`", "`doubt_weight`", "trained on", *RULES], cells)
 
 
 def _cell(seeds: list[dict[str, Any]], rule: str) -> str:
     shown = []
     for row in seeds:
+        if rule not in row["sweeps"]:
+            shown.append("-")
+            continue
         reached = row["reach"].get(rule)
         best = max(row["sweeps"][rule], key=lambda at: at["accuracy"])
         shown.append(
             f"{reached['mean_steps']:.2f}" if reached else f"({best['accuracy']:.3f} at {best['mean_steps']:.1f})"
         )
-    return ", ".join(shown)
+    return shown[0] if set(shown) == {"-"} else ", ".join(shown)
 
 
 def main(arguments: list[str] | None = None) -> None:

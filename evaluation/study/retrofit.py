@@ -105,7 +105,7 @@ def step_sizes(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, loops: int
 def heal(
     gpt2: GPT2LMHeadModel, blocks: torch.Tensor, groups: list[list[int]], ramp: float, kl: float, options: Any
 ) -> RecurrentGPT2ForCausalLM:
-    set_seed(0)
+    set_seed(options.seed)
     loops = {"mean_loops": 3, "backprop_loops": None, "num_loops": 4}
     model = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, groups, **loops)
     base = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, groups, num_loops=1) if kl > 0 else None
@@ -113,8 +113,8 @@ def heal(
         str(options.work / "trainer"), max_steps=options.steps, per_device_train_batch_size=options.batch_size,
         learning_rate=options.learning_rate, lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1}, warmup_steps=options.steps // 10, adam_beta2=0.95, weight_decay=0.1,
-        loop_ramp=ramp, kl_weight=kl, use_cpu=True, dataloader_pin_memory=False, logging_steps=20, save_strategy="no",
-        report_to="none",
+        muon_learning_rate=options.muon_learning_rate, loop_ramp=ramp, kl_weight=kl, seed=options.seed, use_cpu=True,
+        dataloader_pin_memory=False, logging_steps=20, save_strategy="no", report_to="none",
     )  # fmt: skip
     rows = [{"input_ids": row} for row in blocks]
     RecurrentTrainer(model, arguments, train_dataset=rows, base=base).train()
@@ -165,6 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of healing")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--muon_learning_rate", type=float, help="train the matrices by Muon, at this rate")
+    parser.add_argument("--seed", type=int, default=0, help="of healing")
     parser.add_argument("--work", type=Path, default=Path("runs/retrofit"), help="folder for what is trained")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, which is added to")
     options = parser.parse_args(arguments)

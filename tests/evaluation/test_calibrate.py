@@ -141,7 +141,7 @@ def test_one_loop_leaves_nothing_to_choose(checkpoint, trained):
 def test_a_cache_whose_tokens_see_other_states_is_refused(checkpoint, trained):
     config = checkpoint / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "cache_strategy": "last_step"}))
-    with pytest.raises(ValueError, match="`cache_strategy` of .* is 'last_step', but must be 'per_step'"):
+    with pytest.raises(ValueError, match=r"`cache_strategy` of .* is 'last_step', but must be 'per_step'"):
         run(checkpoint, trained)
 
 

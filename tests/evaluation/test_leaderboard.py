@@ -55,7 +55,7 @@ def test_numbers_repeat_to_the_digit_and_ones_own_rule_has_a_row(games, tmp_path
     assert 0 < results.required < 3
     assert results.ideal is None or 1 - results.ideal.loss >= 0.95 * (1 - full)
     for entry in results.entries:
-        decodes = entry.rule.split("/")[0] in ("kl", "entropy", "confidence", "argmax", "all(confidence, step_norm)")
+        decodes = entry.setting["name"] in ("kl", "entropy", "confidence", "argmax", "all")
         assert (entry.decodes > 0) == decodes
     assert to_json(from_json(json.loads(boards[0]))) == json.loads(boards[0])
 

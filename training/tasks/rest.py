@@ -1,6 +1,7 @@
 """A loss that makes loops tell when they are done: a token moves until its answer stands, and rests from then on."""
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from recurrent_gpt2 import RecurrentGPT2Config
 
@@ -9,11 +10,11 @@ from .task import NO_ANSWER
 MARGIN = 0.6  # the least relative step, |D(k)| / |s(k)|, of a token whose answer does not stand yet
 
 
-def check_groups(config: RecurrentGPT2Config) -> None:
+def check_groups(config: RecurrentGPT2Config, setting: str) -> None:
     """Fails where the states of a loop are not what the head decodes."""
     if len(config.loop_groups) != 1 or config.loop_groups[0][-1] != config.num_hidden_layers - 1:
         raise ValueError(
-            "`rest_weight` needs one loop group at the end of the network, whose states say what a token would answer, "
+            f"`{setting}` needs one loop group at the end of the network, whose states say what a token would answer, "
             f"but `loop_groups` is {config.loop_groups} of {config.num_hidden_layers} layers: leave it out."
         )
 
@@ -47,6 +48,19 @@ def rest_loss(states: torch.Tensor, said: torch.Tensor, answers: torch.Tensor, d
     resting = step > last_needed + delay
     too_short = torch.relu(MARGIN - lengths)
     return _mean(too_short, searching) + _mean(lengths, resting)
+
+
+def doubt_loss(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Mean loss of the answers after every loop step.
+
+    A token that has yet to find its answer does best by saying how likely each one is. So it is unsure until it knows,
+    and a rule of confidence can tell when that is.
+
+    Args:
+        logits: After steps 1 to K, [K, asked, vocabulary].
+        answers: [asked].
+    """
+    return cross_entropy(logits.flatten(0, 1).float(), answers.repeat(len(logits)))
 
 
 def _mean(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

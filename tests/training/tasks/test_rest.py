@@ -1,11 +1,13 @@
-"""The loss by which tokens move until their answer stands, and rest from then on."""
+"""The losses by which tokens move, in doubt, until their answer stands, and rest from then on."""
+
+import math
 
 import pytest
 import torch
 
 import training.train
 from tests.training.tasks.test_feed import task_run
-from training.tasks.rest import MARGIN, answers_of, rest_loss
+from training.tasks.rest import MARGIN, answers_of, doubt_loss, rest_loss
 from training.tasks.task import NO_ANSWER
 
 RIGHT, WRONG = 5, 6
@@ -55,22 +57,52 @@ def test_tokens_that_are_asked_for_nothing_rest_after_two_steps():
     assert loss_of(walk(0.9, 0.8, 0.6, 0.0, 0.0), *[WRONG] * 5, answer=NO_ANSWER) == pytest.approx(0.1, abs=1e-6)
 
 
-def test_training_with_it_moves_the_weights_and_repeats_itself(tmp_path):
+def test_who_does_not_know_does_best_in_doubt():
+    """Over tokens whose answers are any of four, as likely each, until the second step brings them."""
+    answers = torch.arange(4)
+    knows = 20.0 * torch.eye(4)
+    guesses, doubts = 20.0 * torch.eye(4).roll(1, 0), torch.zeros(4, 4)
+    of_guessing, of_doubting = (doubt_loss(torch.stack([first, knows]), answers).item() for first in (guesses, doubts))
+    assert of_doubting == pytest.approx(math.log(4) / 2, abs=1e-6)
+    assert of_guessing == pytest.approx(10, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["rest_weight", "doubt_weight"])
+def test_training_with_it_moves_the_weights_and_repeats_itself(tmp_path, name):
     fields = {"max_steps": 6, "save_strategy": "no", "num_hidden_layers": 1, "loop_groups": "[[0]]"}
     weights = [
-        training.train.main(task_run(tmp_path, name, **fields, rest_weight=weight)).model.state_dict()["lm_head.weight"]
-        for name, weight in (("once", 0.5), ("again", 0.5), ("without", 0.0))
+        training.train.main(task_run(tmp_path, run, **fields, **{name: weight})).model.state_dict()["lm_head.weight"]
+        for run, weight in (("once", 0.5), ("again", 0.5), ("without", 0.0))
     ]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+def test_what_both_add_is_the_sum_of_what_each_adds(tmp_path):
+    fields = {"max_steps": 1, "save_strategy": "no", "num_hidden_layers": 1, "loop_groups": "[[0]]"}
+    trainer = training.train.main(task_run(tmp_path, "run", **fields))
+    states, labels = torch.randn(4, 2, 7, trainer.model.config.hidden_size), torch.randint(5, (2, 7))
+    labels[:, :3] = NO_ANSWER
+
+    def added(rest: float, doubt: float) -> float:
+        trainer.args.rest_weight, trainer.args.doubt_weight = rest, doubt
+        return trainer._loss_of_steps(states, labels).item()
+
+    assert added(0.3, 0.2) == pytest.approx(added(0.3, 0.0) + added(0.0, 0.2), rel=1e-5)
+    every_step = trainer.model.decode_states(states[1:, :, :-1])  # the last place has no answer
+    losses = [trainer.model.loss_function(torch.nn.functional.pad(step, (0, 0, 0, 1)), labels, step.shape[-1])
+              for step in every_step]  # fmt: skip
+    assert added(0.0, 1.0) == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"rest_weight": -1}, "`rest_weight` is -1, but must be a number of at least 0"),
+        ({"doubt_weight": "much"}, "`doubt_weight` is 'much', but must be a number"),
         ({"rest_delay": -1}, "`rest_delay` is -1, but must be an int of at least 0"),
         ({"rest_weight": 0.1, "loop_groups": "[[0], [1]]"}, "`rest_weight` needs one loop group at the end"),
+        ({"doubt_weight": 0.1, "loop_groups": "[[0]]"}, "`doubt_weight` needs one loop group at the end"),
     ],
 )
 def test_bad_settings_are_a_sentence(tmp_path, fields, message):
