@@ -274,6 +274,7 @@ class DepthStudy:
             "policy": self.recommended(no_loss, tuned),
             "deeper": self.deeper(tuned, fixed_tuning),
             "contraction": self.contraction(),
+            "signals": self.signals(),
         }  # fmt: skip
 
     def sweep(self, rule: str, sequences: Sequences) -> list[Run]:
@@ -431,6 +432,31 @@ class DepthStudy:
                           "after": _median(ratios, valid & after)})  # fmt: skip
         return found
 
+    @torch.no_grad()
+    def signals(self) -> dict[str, Any] | None:
+        """What rules look at, while a token waits for its answer and from the step after that on: the step relative to
+        the state, and the top probability, 1 %, 50 % and 99 % quantiles. The further apart, the easier it is to tell.
+        None where the model does more than one loop at its end."""
+        groups, last = self.model.config.loop_groups, self.model.config.num_hidden_layers - 1
+        if len(groups) > 1 or groups[0][-1] != last:
+            return None
+        some = slice(0, 128)
+        output = self.model(self.test.ids[some], num_loops=self.cap, output_loop_trajectory=True, use_cache=False)
+        asked = torch.from_numpy(self.test.asked[some])
+        states = output.loop_trajectory[0][:, asked]  # [cap + 1, asked, hidden]
+        lengths = (states[1:] - states[:-1]).norm(dim=-1) / states[1:].norm(dim=-1)
+        sure = torch.stack([self.model.decode_states(state).softmax(-1).amax(-1) for state in states[1:]])
+        step = torch.arange(1, self.cap + 1)[:, None]
+        required = torch.from_numpy(self.test.depths[some])[asked]
+        return {
+            name: {"step": _quantiles(lengths[where & (step > 1)]), "probability": _quantiles(sure[where])}
+            for name, where in (("waiting", step < required), ("known", step > required))
+        }
+
+
+def _quantiles(values: torch.Tensor) -> list[float] | None:
+    return np.quantile(values.numpy(), (0.01, 0.5, 0.99)).tolist() if len(values) else None
+
 
 def _median(values: torch.Tensor, chosen: torch.Tensor) -> float | None:
     return values[chosen].median().item() if chosen.any() else None
@@ -488,6 +514,9 @@ def print_tables(result: dict[str, Any]) -> None:
         for row in result[name]:
             setting = f"quantile {row['quantile']}" if name == "position_only" else f"margin {row['margin']}"
             print(f"| {name} | {setting} | {row['mean_steps']:.2f} | {row['accuracy']:.4f} | | | | |")
+    for name, found in (result["signals"] or {}).items():
+        steps, sure = (", ".join(f"{value:.3f}" for value in found[of] or []) for of in ("step", "probability"))
+        print(f"\n{name} (1 %, 50 %, 99 %): relative step {steps}; top probability {sure}")
     print("\n| accuracy | " + " | ".join(["fixed", *result["rules"]]) + " |")
     print("|---" * (2 + len(result["rules"])) + "|")
     for target, reached in result["reach"].items():

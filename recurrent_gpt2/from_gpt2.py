@@ -1,10 +1,13 @@
 """Turns a pretrained GPT-2 into a looped model that computes the same, to continue training from.
 
 What GPT-2's block has and the paper's has not is set in the config: layer norms, biases, no norms on the outputs, and
-embeddings that are not scaled. All weights are then GPT-2's own. A_g starts as [0 ; I]: it passes the group's input on
-and ignores the state, so that a loop of any length gives what the layers gave that it was made of. With the start state
-at zero (`state_init`), one loop never reads a state: whatever is trained, it stays a plain pass through the layers, and
-the state's half of A_g acts from the second loop on.
+embeddings that are not scaled. All weights are then GPT-2's own. How loops begin depends on `state_init`:
+
+- `zeros`: A_g starts as [0 ; I]. It passes the group's input on and ignores the state, so that a loop of any length gives
+  what the layers gave that it was made of. One loop never reads a state: whatever is trained, it stays a plain pass
+  through the layers, and the state's half of A_g acts from the second loop on.
+- `input`: A_g starts as the mean of state and input. The start state is the input, so that one loop gives what the layers
+  gave; the next ones go on from there, and loops have something to learn from at once.
 """
 
 from pathlib import Path
@@ -99,8 +102,10 @@ def load_gpt2_weights(model, gpt2: GPT2LMHeadModel) -> None:
         for kind, value in module.named_parameters():
             is_conv = type(module).__name__ == "Conv1D" and kind == "weight"  # GPT-2 has its matrices transposed
             weights[f"{name}.{kind}"] = value.T if is_conv else value
-    for group, loop_input in enumerate(model.model.loop_inputs):
+    of_state = 0.5 if model.config.state_init == "input" else 0.0
+    identity = torch.eye(model.config.hidden_size)
+    for group in range(len(model.model.loop_inputs)):
         prefix = f"model.loop_inputs.{group}."
-        weights[prefix + "state_proj.weight"] = torch.zeros_like(loop_input.state_proj.weight)
-        weights[prefix + "input_proj.weight"] = torch.eye(model.config.hidden_size)
+        weights[prefix + "state_proj.weight"] = of_state * identity
+        weights[prefix + "input_proj.weight"] = (1 - of_state) * identity
     model.load_state_dict(weights)

@@ -161,7 +161,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, checkpoint: P
             args.from_gpt2, settings.pop("loop_groups", None), args.allow_pickle, **settings
         )
         model.config.base_model = name_of_base(args.from_gpt2)
-        logger.info(f"starting from the GPT-2 {args.from_gpt2}: at any number of loops, it computes the same.")
+        loops = "one loop" if model.config.state_init == "input" else "any number of loops"
+        logger.info(f"starting from the GPT-2 {args.from_gpt2}: at {loops}, it computes the same.")
     else:
         settings.setdefault("vocab_size", len(tokenizer))
         settings.setdefault("eos_token_id", tokenizer.eos_token_id)

@@ -22,7 +22,7 @@ from ..report import Table
 
 OF_RULES = ("threshold", "mean_steps", "accuracy", "fixed_accuracy", "ahead", "low", "high", "null_accuracy",
             "rank_correlation", "unfrozen")  # fmt: skip
-DRAWN = ("step_norm/state", "kl", "acceleration/state", "step_norm/state x3")
+DRAWN = ("step_norm/state", "kl", "acceleration/state", "step_norm/state x3", "confidence x2")
 SHOWN_LOOPS = (1, 2, 4, 6, 8, 10, 12, 24)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..benchmark import Ratio
 from ..figures import read_sources
-from ..leaderboard import board, from_json
+from ..leaderboard import GAMES, board, from_json
 from ..precision import HEADER, table_of
 from ..report import (
     Table,
@@ -245,6 +245,10 @@ def of_task(table: Callable[[dict[str, Any]], Table], task: str) -> Callable[[],
     return lambda: table(read(f"tasks/{task}.json"))
 
 
+def of_comparison(game: str) -> Callable[[], Table]:
+    return lambda: comparison_table(read("exit_comparison.json"), game)
+
+
 def exits_table() -> Table:
     studies = {task: read(f"tasks/{task}.json") for task in ("chains", "programs")}
     rules = ("acceleration/state", "step_norm/state", "step_norm/state x3", "kl")
@@ -252,7 +256,7 @@ def exits_table() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    "exits_on_chains": lambda: comparison_table(read("exit_comparison.json"), "chains"),
+    **{f"exits_on_{game.name}": of_comparison(game.name) for game in GAMES},
     "leaderboard": lambda: board(from_json(read("leaderboard.json"))),
     "leaderboard_short": board_short_table,
     "gate": lambda: gate_table(read("gate.json")),

@@ -64,7 +64,7 @@ def claims_table(seeds: list[dict[str, Any]]) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+", help="of depth tasks")
-    parser.add_argument("--output", type=Path, required=True, help="a JSON file, by task")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file, by task, in which other tasks stay")
     parser.add_argument("--num_loops", type=int, default=24, help="the cap")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3, help="of measuring times; 0: none")
@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
     for checkpoint in options.checkpoints:
         measured = measure(checkpoint, options.num_loops, options.sequences, options.rounds)
         found.setdefault(measured["task"], []).append(measured)
-    options.output.write_text(json.dumps(found, indent=1) + "\n")
+    others = json.loads(options.output.read_text()) if options.output.exists() else {}
+    options.output.write_text(json.dumps({**others, **found}, indent=1) + "\n")
     for task, seeds in found.items():
         print(f"{task}:\n{claims_table(seeds).markdown()}\n")
 

@@ -78,6 +78,24 @@ def test_confidence_lets_go_of_a_sure_token():
     assert run(model, sequences, 6, ConfidenceExit(0.0)).mean_steps == 6
 
 
+def test_signals_are_those_of_tokens_that_wait_and_of_tokens_that_know():
+    model, cap = model_of(), 5
+    study = depth.DepthStudy(model, TASK, np.arange(len(TASK.tokens)), cap, 8)
+    asked, required = study.test.asked, study.test.depths
+    waiting, known = [], []
+    for loops in range(1, cap + 1):
+        with torch.no_grad():
+            sure = model(study.test.ids, num_loops=loops).logits.softmax(-1).amax(-1).numpy()
+        waiting.append(sure[asked & (loops < required)])
+        known.append(sure[asked & (loops > required)])
+    found = study.signals()
+    for name, values in (("waiting", waiting), ("known", known)):
+        expected = np.quantile(np.concatenate(values), (0.01, 0.5, 0.99))
+        assert found[name]["probability"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert 0 < found[name]["step"][0] < found[name]["step"][1] < found[name]["step"][2]
+    assert depth.DepthStudy(model_of(loop_groups=[[0]]), TASK, study.entries, cap, 8).signals() is None
+
+
 def test_the_command_writes_what_it_measured(trained, tmp_path, capsys):
     arguments = [str(trained), "--num_loops", "6", "--sequences", "8", "--output", str(tmp_path), "--rules", "kl",
                  "acceleration/state"]  # fmt: skip

@@ -79,6 +79,22 @@ def test_one_loop_never_reads_a_state_and_more_loops_learn_to(gpt2):
     assert (looped(ids, num_loops=2).logits - before).abs().max() > 1e-3
 
 
+def test_loops_that_go_on_from_their_input_are_gpt2_at_one_loop(gpt2):
+    looped, ids = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, [[2], [3, 4]], state_init="input"), random_ids(2, 12)
+    expected = gpt2(ids).logits
+    torch.testing.assert_close(looped(ids, num_loops=1).logits, expected, atol=1e-10, rtol=0)
+    # The second loop of the first group, by hand: the layer on the mean of what it gave and what it was given.
+    entry = gpt2(ids, output_hidden_states=True).hidden_states
+    layer = gpt2.transformer.h[2]
+    state = layer((entry[3] + entry[2]) / 2)
+    for block in gpt2.transformer.h[3:]:
+        state = block(state)
+    by_hand = gpt2.lm_head(gpt2.transformer.ln_f(state))
+    found = looped(ids, num_loops=[2, 1]).logits
+    torch.testing.assert_close(found, by_hand, atol=1e-10, rtol=0)
+    assert (found - expected).abs().max() > 1e-2
+
+
 def test_it_is_saved_with_its_block_and_runs_by_its_own_code(looped, tmp_path):
     looped.save_pretrained(tmp_path / "looped")
     ids = random_ids(1, 9)
