@@ -34,8 +34,9 @@ def plot_depth(result: dict[str, Any], rules: tuple[str, ...] | None = None) -> 
     _curve(quality, [(r["mean_steps"], r["accuracy"]) for r in result["position_only"]], "position only",
            {"color": "0.6", "marker": "_", "linestyle": "--"})  # fmt: skip
     ideal = result["ideal"][1]  # one step more than it needs, to be read by others
-    quality.plot(ideal["mean_steps"], ideal["accuracy"], "*", color="gold", markeredgecolor="black", markersize=11,
-                 label="as needed, and one to be read", zorder=5)  # fmt: skip
+    if ideal["accuracy"] > 0.95 * max(accuracy for _, accuracy in fixed):  # else what tokens need is not known
+        quality.plot(ideal["mean_steps"], ideal["accuracy"], "*", color="gold", markeredgecolor="black", markersize=11,
+                     label="as needed, and one to be read", zorder=5)  # fmt: skip
     quality.set(xlabel="mean loops of a token", ylabel="right answers", xlim=(0.8, min(result["cap"], 14)))
     quality.legend(fontsize=7, loc="lower right")
 

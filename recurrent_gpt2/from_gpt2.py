@@ -3,11 +3,11 @@
 What GPT-2's block has and the paper's has not is set in the config: layer norms, biases, no norms on the outputs, and
 embeddings that are not scaled. All weights are then GPT-2's own. How loops begin depends on `state_init`:
 
-- `zeros`: A_g starts as [0 ; I]. It passes the group's input on and ignores the state, so that a loop of any length gives
-  what the layers gave that it was made of. One loop never reads a state: whatever is trained, it stays a plain pass
-  through the layers, and the state's half of A_g acts from the second loop on.
-- `input`: A_g starts as the mean of state and input. The start state is the input, so that one loop gives what the layers
-  gave; the next ones go on from there, and loops have something to learn from at once.
+- `zeros`: A_g starts as [0 ; I]. It passes the group's input on and ignores the state, so that a loop of any length
+  gives what the layers gave that it was made of. One loop never reads a state: whatever is trained, it stays a plain
+  pass through the layers, and the state's half of A_g acts from the second loop on.
+- `input`: A_g starts as the mean of state and input. The start state is the input, so that one loop gives what the
+  layers gave; the next ones go on from there, and loops have something to learn from at once.
 """
 
 from pathlib import Path

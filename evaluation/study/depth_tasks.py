@@ -27,14 +27,15 @@ SHOWN_LOOPS = (1, 2, 4, 6, 8, 10, 12, 24)
 
 
 def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results of several seeds without what is by required depth."""
+    """The results of several seeds; of rules without what is by required depth."""
     if any(result["task"] != seeds[0]["task"] or result["cap"] != seeds[0]["cap"] for result in seeds):
         raise ValueError("the results are of different tasks or caps: give those of one.")
     kept = []
     for result in seeds:
         rules = _without_depths({rule: [{name: row[name] for name in OF_RULES if name in row} for row in rows]
                                  for rule, rows in result["rules"].items()})  # fmt: skip
-        fixed = [{name: row[name] for name in ("num_loops", "mean_steps", "accuracy")} for row in result["fixed"]]
+        of_fixed = ("num_loops", "mean_steps", "accuracy", "accuracy_by_depth")
+        fixed = [{name: row[name] for name in of_fixed if name in row} for row in result["fixed"]]
         deeper = result["deeper"] and {
             "depth": result["deeper"]["depth"],
             **{part: _without_depths(result["deeper"][part]) for part in ("fixed", "rules")},
@@ -60,6 +61,14 @@ def fixed_table(study: dict[str, Any]) -> Table:
         rows.append([f"seed {number}", *(f"{accuracy[count]:.4f}" for count in SHOWN_LOOPS if count in accuracy)])
     shown = [str(count) for count in SHOWN_LOOPS if count <= study["cap"]]
     return Table("", ["fixed loops", *shown], rows)
+
+
+def staircase_table(study: dict[str, Any]) -> Table:
+    """Accuracy of the first seed with up to eight fixed loops, by what an answer needs."""
+    rows = [row for row in study["seeds"][0]["fixed"] if row["num_loops"][0] <= 8]
+    depths = [place for place, accuracy in enumerate(rows[0]["accuracy_by_depth"]) if accuracy is not None]
+    cells = [[str(row["num_loops"][0]), *(f"{row['accuracy_by_depth'][d]:.3f}" for d in depths)] for row in rows]
+    return Table("", ["fixed loops", *(str(depth) for depth in depths)], cells)
 
 
 def rules_table(study: dict[str, Any]) -> Table:

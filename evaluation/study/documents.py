@@ -1,17 +1,16 @@
 """Fills the tables of README.md and docs/ from what the commands wrote: `python -m evaluation.study.documents`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between them is replaced. The files are
-`docs/benchmark.json` (of `evaluation.benchmark`),
-`docs/finetuning.json` (of `evaluation.study.finetuning`), `docs/precision.json` (of `evaluation.precision`),
-`docs/retrofit.json` (of `evaluation.study.retrofit`),
-`docs/exit_comparison.json` (of `evaluation.study.exit_comparison`),
-`docs/leaderboard.json` (of `evaluation.leaderboard`), `docs/serving.json` (of `evaluation.serving`),
-`docs/gate.json` (of `evaluation.study.gate`), `docs/readout.json` (of `evaluation.study.readout`)
-and, in `docs/reproduction/`, `report.json` (of `evaluation.report`),
-`ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of `evaluation.study.controls`); in `docs/tasks/`,
-`chains.json` and `programs.json` (of `evaluation.study.depth_tasks`), `claims.json` (of `evaluation.study.task_claims`)
-and `exits.json` (of `evaluation.study.exits_in_training`); `mixture.json` of the shipped model (of
-`evaluation.mixture`) is beside its weights, and `docs/mixture/` has those of other seeds.
+`docs/benchmark.json` (of `evaluation.benchmark`), `docs/finetuning.json` (of `evaluation.study.finetuning`),
+`docs/precision.json` (of `evaluation.precision`), `docs/retrofit.json` (of `evaluation.study.retrofit`),
+`docs/exit_comparison.json` (of `evaluation.study.exit_comparison`), `docs/leaderboard.json` (of
+`evaluation.leaderboard`), `docs/serving.json` (of `evaluation.serving`), `docs/gate.json` (of
+`evaluation.study.gate`), `docs/readout.json` (of `evaluation.study.readout`) and, in `docs/reproduction/`,
+`report.json` (of `evaluation.report`), `ngrams.json` (of `evaluation.study.ngrams`) and `controls.json` (of
+`evaluation.study.controls`); in `docs/tasks/`, `chains.json`, `programs.json` and `chain_sum.json` (of
+`evaluation.study.depth_tasks`), `claims.json` (of `evaluation.study.task_claims`) and `exits.json` (of
+`evaluation.study.exits_in_training`); `mixture.json` of the shipped model (of `evaluation.mixture`) is beside its
+weights, and `docs/mixture/` has those of other seeds.
 """
 
 import json
@@ -296,6 +295,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "chains_frozen": of_task(depth_tasks.frozen_table, "chains"),
     "chains_ideal": of_task(depth_tasks.ideal_table, "chains"),
     "chains_deeper": of_task(depth_tasks.deeper_table, "chains"),
+    "chain_sum_staircase": of_task(depth_tasks.staircase_table, "chain_sum"),
+    "chain_sum_rules": of_task(depth_tasks.rules_table, "chain_sum"),
     "programs_fixed": of_task(depth_tasks.fixed_table, "programs"),
     "programs_rules": of_task(depth_tasks.rules_table, "programs"),
     "programs_reach": of_task(depth_tasks.reach_table, "programs"),

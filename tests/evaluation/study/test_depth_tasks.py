@@ -32,8 +32,8 @@ def study():
     return depth_tasks.summary([RESULT, other])
 
 
-def test_a_summary_leaves_out_what_is_by_depth(study):
-    assert "by_depth" not in json.dumps(study)
+def test_a_summary_leaves_out_what_is_by_depth_but_for_fixed_loops(study):
+    assert "by_depth" not in json.dumps([{**seed, "fixed": []} for seed in study["seeds"]])
     assert len(study["seeds"]) == 2
     with pytest.raises(ValueError, match="different tasks"):
         depth_tasks.summary([RESULT, {**RESULT, "cap": 9}])
@@ -41,6 +41,7 @@ def test_a_summary_leaves_out_what_is_by_depth(study):
 
 def test_tables_have_the_numbers_of_every_seed(study):
     assert depth_tasks.fixed_table(study).rows == [[f"seed {k}", "0.5000", "1.0000"] for k in (0, 1)]
+    assert depth_tasks.staircase_table(study).rows == [["1", "1.000"], ["2", "1.000"]]
     (row,) = depth_tasks.rules_table(study).rows  # confidence loses at every threshold
     assert row[:4] == ["kl", "0.1, 0.2", "3.00, 3.50", "0.9900, 0.9800"]
     assert row[4] == "+0.290 [+0.280, +0.300]; +0.290 [+0.280, +0.300]"
