@@ -161,12 +161,12 @@ def finetuning_table() -> Table:
     return Table("", header, rows)
 
 
-def retrofit_table() -> Table:
-    found = read("retrofit.json")["text"]
+def retrofit_table(name: str = "text") -> Table:
+    found = read("retrofit.json")[name]
     loops = list(map(str, LOOPS))
     rows = [["GPT-2, before", f"{found['gpt2']:.4f}", *[""] * len(loops)]]
-    if "converted" in found:
-        rows.append(["converted", *(f"{loss:.4f}" for loss in found["converted"].values()), ""])
+    for start, losses in found["converted"].items():
+        rows.append([f"{start}: converted", *(f"{loss:.4f}" for loss in losses.values()), ""])
     for how, values in found["healed"].items():
         sizes = ", ".join(f"{size:.2g}" for size in values["step_sizes"][0][1:4])
         rows.append([how, *(f"{loss:.4f}" for loss in values["loss"].values()), sizes])
@@ -268,6 +268,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "throughput": lambda: Table("", *throughput_rows(read("serving.json"))),
     "finetuning": finetuning_table,
     "retrofit": retrofit_table,
+    "retrofit_longer": lambda: retrofit_table("text, longer"),
     "shares": shares_table,
     "memory": memory_table,
     "baselines": baselines_table,

@@ -1,13 +1,15 @@
 """What loops give a pretrained GPT-2: `python -m evaluation.study.retrofit --text A.parquet --output retrofit.json`.
 
-A small GPT-2 is trained on text, turned into a looped model that computes the same, and trained on ("healed") in four
-ways: with and without loops that grow, with and without a divergence from the GPT-2 in the loss. Beside them the same
-GPT-2 is trained on without loops, for as many steps. With `--gpt2 FOLDER`, a GPT-2 that is there already is healed
+A small GPT-2 is trained on text, turned into a looped model that computes the same at one loop, and trained on
+("healed") in four ways: with and without loops that grow, with and without a divergence from the GPT-2 in the loss;
+from loops that start at zero, or go on from their input (see `from_gpt2.py`). Beside them the same GPT-2 is trained on
+without loops, for as many steps. With `--gpt2 FOLDER`, a GPT-2 that is there already is healed
 instead, on sequences that it samples itself. What is done is kept: an interrupted study goes on where it was.
 """
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +105,13 @@ def step_sizes(model: RecurrentGPT2ForCausalLM, blocks: torch.Tensor, loops: int
 
 
 def heal(
-    gpt2: GPT2LMHeadModel, blocks: torch.Tensor, groups: list[list[int]], ramp: float, kl: float, options: Any
+    gpt2: GPT2LMHeadModel, blocks: torch.Tensor, groups: list[list[int]], start: str, how: str | None, options: Any
 ) -> RecurrentGPT2ForCausalLM:
     set_seed(options.seed)
-    loops = {"mean_loops": 3, "backprop_loops": None, "num_loops": 4}
+    ramp, kl = (0.0, 0.0) if how is None else HEALING[how]
+    loops = {"mean_loops": 3, "backprop_loops": None, "num_loops": 4, "state_init": start}
     model = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, groups, **loops)
-    base = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, groups, num_loops=1) if kl > 0 else None
+    base = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, []) if kl > 0 else None
     arguments = RecurrentTrainingArguments(
         str(options.work / "trainer"), max_steps=options.steps, per_device_train_batch_size=options.batch_size,
         learning_rate=options.learning_rate, lr_scheduler_type="cosine_with_min_lr",
@@ -127,21 +130,22 @@ def study(name: str, gpt2: GPT2LMHeadModel, train: torch.Tensor, held_out: torch
     found = results.setdefault(name, {"steps": options.steps, "tokens_a_step": options.batch_size * BLOCK_SIZE})
     found["groups"] = options.groups
     found["gpt2"] = measure(gpt2, held_out)
-    if "converted" not in found:
-        model = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, options.groups).eval()
-        found["converted"] = {str(loops): measure(model, held_out, num_loops=loops) for loops in LOOPS}
+    for start in options.starts:
+        model = RecurrentGPT2ForCausalLM.from_gpt2(gpt2, options.groups, state_init=start)
+        losses = {str(loops): measure(model, held_out, num_loops=loops) for loops in LOOPS}
+        found.setdefault("converted", {})[start] = losses
     found.setdefault("healed", {})
-    for how, (ramp, kl) in {name: HEALING[name] for name in options.ways}.items():
-        if how in found["healed"]:
+    for start, how in product(options.starts, options.ways):
+        if (name := f"{start}: {how}") in found["healed"]:
             continue
-        model = heal(gpt2, train, options.groups, ramp, kl, options)
-        found["healed"][how] = {
+        model = heal(gpt2, train, options.groups, start, how, options)
+        found["healed"][name] = {
             "loss": {str(loops): measure(model, held_out, num_loops=loops) for loops in LOOPS},
             "step_sizes": step_sizes(model, held_out),
         }
         options.output.write_text(json.dumps(results, indent=1) + "\n")
     if options.ways and "no loops" not in found:
-        model = heal(gpt2, train, [], 0.0, 0.0, options)
+        model = heal(gpt2, train, [], "zeros", None, options)
         found["no loops"] = measure(model, held_out)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -162,6 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=list(HEALING),
         help="of healing; none: what is converted is measured",
     )
+    parser.add_argument("--starts", nargs="+", choices=("zeros", "input"), default=["zeros", "input"], help="of loops")
     parser.add_argument("--steps", type=int, default=200, help="of healing")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--learning_rate", type=float, default=1e-3)

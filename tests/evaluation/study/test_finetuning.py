@@ -54,12 +54,15 @@ def test_a_retrofit_is_measured_beside_its_controls(tmp_path, monkeypatch):
     arguments = ["--text", str(tmp_path / "texts.jsonl"), "--gpt2_steps", "2", "--steps", "2", "--batch_size", "2"]
     arguments += ["--work", str(tmp_path / "work"), "--output", str(output)]
     retrofit.main([*arguments, "--ways", "neither"])
-    retrofit.main([*arguments, "--ways", "loops grow, KL"])
+    retrofit.main([*arguments, "--ways", "loops grow, KL", "--starts", "input"])
     gpt2 = str(tmp_path / "work/gpt2")
-    retrofit.main([*arguments, "--gpt2", gpt2, "--name", "sampled", "--samples", "70", "--ways", "KL alone"])
+    retrofit.main([*arguments, "--gpt2", gpt2, "--name", "sampled", "--samples", "70", "--ways", "KL alone",
+                   "--starts", "zeros"])  # fmt: skip
     found = json.loads(output.read_text())
-    assert list(found["text"]["healed"]) == ["neither", "loops grow, KL"]
-    assert list(found["sampled"]["healed"]) == ["KL alone"]
+    assert list(found["text"]["healed"]) == ["zeros: neither", "input: neither", "input: loops grow, KL"]
+    assert list(found["sampled"]["healed"]) == ["zeros: KL alone"]
+    for losses in found["text"]["converted"].values():
+        assert losses["1"] == pytest.approx(found["text"]["gpt2"], abs=1e-5)
     for part in found.values():
         assert part["no loops"] > 0
         for values in part["healed"].values():
