@@ -354,7 +354,7 @@ def draw_tradeoff(points: Sequence[Point]) -> str:
     columns = 3
     lines = math.ceil(len(entries) / columns)
     key = "".join(
-        f'<g transform="translate({70 + 190 * (i % columns)},{HEIGHT + 78 + 18 * (i // columns)})">{mark}'
+        f'<g transform="translate({50 + 205 * (i % columns)},{HEIGHT + 78 + 18 * (i // columns)})">{mark}'
         f"{_text(10, 4, label)}</g>"
         for i, (mark, label) in enumerate(entries)
     )
