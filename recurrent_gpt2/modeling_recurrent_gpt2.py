@@ -795,7 +795,8 @@ class RecurrentGPT2ForCausalLM(LoopGenerationMixin, RecurrentGPT2PreTrainedModel
         allow_pickle: bool = False,
         **settings: Any,
     ) -> "RecurrentGPT2ForCausalLM":
-        """A looped model that computes what a pretrained GPT-2 (a model, or a name or folder to load) computes.
+        """A looped model that computes what a pretrained GPT-2 (a model, or a name or folder to load) computes: at one
+        loop, and with `state_init="zeros"`, the default here, at any number.
 
         `allow_pickle` reads weights that are not in safetensors format too, by PyTorch's restricted unpickler
         (`weights_only`). `settings` are fields of the config. See `from_gpt2.py` for what is done.

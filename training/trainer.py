@@ -262,7 +262,7 @@ class RecurrentTrainer(Trainer):
                 micro_steps = self.args.gradient_accumulation_steps
                 of_text, *of_answers = (sum(losses) / len(self._parts) for losses in zip(*self._parts, strict=True))
                 logs["text_loss"] = of_text * micro_steps
-                if of_answers:  # with what is added for `rest_weight`
+                if of_answers:  # with what is added for `rest_weight` and `doubt_weight`
                     (logs["answers_loss"],) = of_answers
             logs["perplexity"] = _perplexity(logs.get("text_loss", logs["loss"]))
             logs["tokens_seen"] = (before[-1] if before else 0) + self._tokens_since_log

@@ -172,7 +172,9 @@ def retrofit_table(name: str = "text") -> Table:
         rows.append([how, *(f"{loss:.4f}" for loss in values["loss"].values()), sizes])
     if "no loops" in found:
         rows.append(["trained on without loops", f"{found['no loops']:.4f}", *[""] * len(loops)])
-    return Table("", [f"{found['steps']} steps", *(f"{n} loops" for n in loops), "sizes of steps 2 to 4"], rows)
+    return Table(
+        "", [f"{found['settings']['steps']} steps", *(f"{n} loops" for n in loops), "sizes of steps 2 to 4"], rows
+    )
 
 
 def of_report(table: Callable[..., Table], *arguments: Any, by_source: bool = False) -> Callable[[], Table]:
@@ -269,6 +271,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "finetuning": finetuning_table,
     "retrofit": retrofit_table,
     "retrofit_longer": lambda: retrofit_table("text, longer"),
+    "retrofit_real": lambda: retrofit_table("microformer-mgm"),
     "shares": shares_table,
     "memory": memory_table,
     "baselines": baselines_table,

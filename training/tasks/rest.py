@@ -11,11 +11,16 @@ MARGIN = 0.6  # the least relative step, |D(k)| / |s(k)|, of a token whose answe
 
 
 def check_groups(config: RecurrentGPT2Config, setting: str) -> None:
-    """Fails where the states of a loop are not what the head decodes."""
+    """Fails where the states of a loop are not what the head decodes, or not what can be trained."""
     if len(config.loop_groups) != 1 or config.loop_groups[0][-1] != config.num_hidden_layers - 1:
         raise ValueError(
             f"`{setting}` needs one loop group at the end of the network, whose states say what a token would answer, "
             f"but `loop_groups` is {config.loop_groups} of {config.num_hidden_layers} layers: leave it out."
+        )
+    if setting == "doubt_weight" and config.backprop_loops is not None:
+        raise ValueError(
+            f"`doubt_weight` needs gradients through all loops, but `backprop_loops` is {config.backprop_loops}: make "
+            "that null, or leave this out."
         )
 
 
@@ -60,7 +65,8 @@ def doubt_loss(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
         logits: After steps 1 to K, [K, asked, vocabulary].
         answers: [asked].
     """
-    return cross_entropy(logits.flatten(0, 1).float(), answers.repeat(len(logits)))
+    losses = cross_entropy(logits.flatten(0, 1).float(), answers.repeat(len(logits)), reduction="sum")
+    return losses / max(logits.shape[:2].numel(), 1)
 
 
 def _mean(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,12 @@ def test_a_summary_leaves_out_what_is_by_depth_but_for_fixed_loops(study):
 
 def test_tables_have_the_numbers_of_every_seed(study):
     assert depth_tasks.fixed_table(study).rows == [[f"seed {k}", "0.5000", "1.0000"] for k in (0, 1)]
-    assert depth_tasks.staircase_table(study).rows == [["1", "1.000"], ["2", "1.000"]]
+    of_depths = ([None, 1.0, 0.25], [None, 1.0, 0.75])
+    first = [{**row, "accuracy_by_depth": of} for row, of in zip(study["seeds"][0]["fixed"], of_depths, strict=True)]
+    beyond = {**first[1], "num_loops": [9]}
+    staircase = depth_tasks.staircase_table({"seeds": [{"fixed": [*first, beyond]}, study["seeds"][1]]})
+    assert staircase.header == ["fixed loops", "1", "2"]
+    assert staircase.rows == [["1", "1.000", "0.250"], ["2", "1.000", "0.750"]]
     (row,) = depth_tasks.rules_table(study).rows  # confidence loses at every threshold
     assert row[:4] == ["kl", "0.1, 0.2", "3.00, 3.50", "0.9900, 0.9800"]
     assert row[4] == "+0.290 [+0.280, +0.300]; +0.290 [+0.280, +0.300]"

@@ -11,6 +11,7 @@ from training.tasks.rest import MARGIN, answers_of, doubt_loss, rest_loss
 from training.tasks.task import NO_ANSWER
 
 RIGHT, WRONG = 5, 6
+ONE_LOOPED = {"num_hidden_layers": 1, "loop_groups": "[[0]]"}
 
 
 def walk(*lengths: float) -> torch.Tensor:
@@ -65,11 +66,12 @@ def test_who_does_not_know_does_best_in_doubt():
     of_guessing, of_doubting = (doubt_loss(torch.stack([first, knows]), answers).item() for first in (guesses, doubts))
     assert of_doubting == pytest.approx(math.log(4) / 2, abs=1e-6)
     assert of_guessing == pytest.approx(10, abs=1e-3)
+    assert doubt_loss(torch.zeros(2, 0, 4), answers[:0]) == 0  # nothing is asked
 
 
 @pytest.mark.parametrize("name", ["rest_weight", "doubt_weight"])
 def test_training_with_it_moves_the_weights_and_repeats_itself(tmp_path, name):
-    fields = {"max_steps": 6, "save_strategy": "no", "num_hidden_layers": 1, "loop_groups": "[[0]]"}
+    fields = {"max_steps": 6, "save_strategy": "no", "backprop_loops": "null", **ONE_LOOPED}
     weights = [
         training.train.main(task_run(tmp_path, run, **fields, **{name: weight})).model.state_dict()["lm_head.weight"]
         for run, weight in (("once", 0.5), ("again", 0.5), ("without", 0.0))
@@ -79,7 +81,7 @@ def test_training_with_it_moves_the_weights_and_repeats_itself(tmp_path, name):
 
 
 def test_what_both_add_is_the_sum_of_what_each_adds(tmp_path):
-    fields = {"max_steps": 1, "save_strategy": "no", "num_hidden_layers": 1, "loop_groups": "[[0]]"}
+    fields = {"max_steps": 1, "save_strategy": "no", **ONE_LOOPED}
     trainer = training.train.main(task_run(tmp_path, "run", **fields))
     states, labels = torch.randn(4, 2, 7, trainer.model.config.hidden_size), torch.randint(5, (2, 7))
     labels[:, :3] = NO_ANSWER
@@ -103,6 +105,10 @@ def test_what_both_add_is_the_sum_of_what_each_adds(tmp_path):
         ({"rest_delay": -1}, "`rest_delay` is -1, but must be an int of at least 0"),
         ({"rest_weight": 0.1, "loop_groups": "[[0], [1]]"}, "`rest_weight` needs one loop group at the end"),
         ({"doubt_weight": 0.1, "loop_groups": "[[0]]"}, "`doubt_weight` needs one loop group at the end"),
+        (
+            {"doubt_weight": 0.1, "backprop_loops": 2, **ONE_LOOPED},
+            r"`doubt_weight` needs gradients through all loops, .* is 2",
+        ),
     ],
 )
 def test_bad_settings_are_a_sentence(tmp_path, fields, message):
