@@ -97,6 +97,7 @@ class LoopState:
         noise: torch.Tensor | None = None,
     ):
         self.group, self.most, self.noise = group, most, noise
+        self.blocks: list[torch.nn.Module] = []  # the group's
         self.steps, self.is_done = 0, False
         self.start = self.final = start
         self.loop_steps = torch.zeros(start.shape[:2], dtype=torch.long, device=start.device)
@@ -124,11 +125,11 @@ class LoopState:
 
     def leave(self, exits: torch.Tensor) -> None:
         """Takes the tokens at `exits` [n] out of the loop."""
-        leaving = int(exits.count_nonzero())
-        if leaving == len(exits):
+        count = len(exits)
+        leaving = int(exits if count == 1 else exits.count_nonzero())
+        if leaving == count:
             self.is_done = True
-            return
-        if leaving == 0:
+        if leaving in (0, count):
             return
         if self.active is None:
             batch, length, hidden = self.state.shape

@@ -23,6 +23,7 @@ import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -120,10 +121,10 @@ class ExitPolicy:
         measure = self.measure(view)
         if measure is None:
             return torch.zeros(view.state.shape[0], dtype=torch.bool, device=view.state.device)
-        hits = measure < cast(float, self.threshold)  # False for NaN
+        hits = measure < _constant(cast(float, self.threshold), measure.dtype, measure.device)  # False for NaN
         if self.patience > 1:
             hits_in_a_row = view.memory.pop("hits_in_a_row", 0)
-            if not hits.any():  # as most often, at most of the steps
+            if not (hits if hits.numel() == 1 else hits.any()):  # as most often, at most of the steps
                 return hits
             view.memory["hits_in_a_row"] = hits_in_a_row = (hits_in_a_row + 1) * hits
             hits = hits_in_a_row >= self.patience
@@ -420,6 +421,13 @@ def _shown(value: Any) -> str:
         return reprlib.repr(value)
     except ValueError:  # an int of too many digits
         return f"a {type(value).__name__} that is too long to show"
+
+
+@lru_cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A number as a tensor, which it would be turned into at every use. Never to be written to."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -126,12 +125,12 @@ class KeptLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._kept = linear.weight.detach()
+        self._kept = linear.weight.detach().t().contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad:
             raise RuntimeError(LOAD_AGAIN + "compute gradients.")
-        return nn.functional.linear(x, self._kept, self.bias)
+        return x @ self._kept if self.bias is None else nn.functional.linear(x, self._kept.t(), self.bias)
 
     weight = PackedLinear.weight
     _save_to_state_dict = _load_from_state_dict = PackedLinear._refuse
@@ -139,29 +138,24 @@ class KeptLinear(nn.Linear):
 
 
 class LeanRMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`: w x / sqrt(|x|^2 / d + eps), where the root is a hypotenuse over d^-1/2 |x| and eps^1/2.
+    """`nn.RMSNorm`: w x / sqrt(|x|^2 / d + eps), which is (d^1/2 w) x over the hypotenuse of |x| and (d eps)^1/2.
 
-    The stock one takes eight operations on CPU, this one five. It shares the weight of the norm that it replaces.
+    The stock one takes eight operations on CPU, this one four. Its weight is given up, as those of matrices are.
     """
 
     def __init__(self, norm: nn.RMSNorm):
         nn.Module.__init__(self)
         self.normalized_shape, self.eps, self.elementwise_affine = norm.normalized_shape, norm.eps, True
-        self.weight = norm.weight
+        weight, (width,) = norm.weight.detach(), norm.normalized_shape
+        self._scaled = weight * math.sqrt(width)
+        self._least = weight.new_tensor(math.sqrt(width * (norm.eps or 0)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # which fuses all of them
-            return super().forward(x)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        rms = norm * constant(x.shape[-1] ** -0.5, x.dtype, x.device)
-        return (x * self.weight) / rms.hypot(constant(math.sqrt(self.eps or 0), x.dtype, x.device))
+        return x * self._scaled / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(self._least)
 
-
-@lru_cache
-def constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A number as a tensor, which it would be turned into at every use. Never to be written to."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
+    weight = PackedLinear.weight
+    _save_to_state_dict = _load_from_state_dict = PackedLinear._refuse
+    __deepcopy__ = __reduce_ex__ = PackedLinear._refuse
 
 
 @torch.no_grad()
@@ -222,6 +216,14 @@ def give_up_weights(model: nn.Module) -> None:
             and sum(module.weight is weight for weight in weights) == 1
         ):
             model.set_submodule(name, KeptLinear(module))
+
+
+def look_up_faster(model: nn.Module) -> None:
+    """A module finds its parts by `__getattr__`, after all else has been searched: several times a microsecond in every
+    layer. Among its own attributes they are found at once. (Where a part is replaced, `nn.Module` takes it out there.)
+    """
+    for module in model.modules():
+        vars(module).update(module._modules)
 
 
 def _gains(linear: nn.Linear, packed: type[PackedLinear], least_size: int | None) -> bool:

@@ -269,6 +269,10 @@ class LoopCache(Cache):
         self.static_loops = None if max_cache_len is None else loops
         self.loop_steps: torch.Tensor | None = None
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """As every cache's; there is nothing to append and nothing to offload."""
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
     def check_pass(self, batch: int, length: int, num_loops: list[int], is_adaptive: bool) -> None:
         """Fails with a sentence where a pass over `length` further tokens of `batch` rows can't be right."""
         first = self.layers[0]

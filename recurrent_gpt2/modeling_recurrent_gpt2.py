@@ -39,7 +39,7 @@ from .active_tokens import ActiveTokens, LoopState
 from .compiled_decoding import CompiledDecoding
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
-from .fast_layers import LOAD_AGAIN, PRECISIONS, PackedLinear, give_up_weights, replace_layers
+from .fast_layers import LOAD_AGAIN, PRECISIONS, PackedLinear, give_up_weights, look_up_faster, replace_layers
 from .from_gpt2 import config_from_gpt2, load_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import LoopGenerationMixin
 from .loop_cache import LoopCache
@@ -115,6 +115,10 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def attention_kernel(config: RecurrentGPT2Config) -> Callable:
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+
+
 class RecurrentGPT2Attention(nn.Module):
     """Causal multi-head attention with one fused projection for queries, keys and values."""
 
@@ -140,21 +144,21 @@ class RecurrentGPT2Attention(nn.Module):
         past_key_values: LoopCache | None = None,
         loop_step: int = 0,
         active: ActiveTokens | None = None,
+        attend: Callable | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`attend`: the attention kernel, which a pass looks up once; when left out, it is looked up here."""
         # hidden_states: [batch, length, hidden], or [1, n, hidden] if only the active tokens are here. The number of
         # heads is read off: with tensor parallelism, a process has some of them.
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (3, -1, self.head_dim))
-        query, key, value = qkv.unbind(2)
+        qkv = self.qkv_proj(hidden_states)
+        query, key, value = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2).chunk(3, dim=1)
         if active is not None:
-            query = active.pad(query)
+            query = active.pad(query.transpose(1, 2)).transpose(1, 2)
             attention_mask = active.pad_mask(attention_mask)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, loop_step=loop_step, active=active)
 
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
+        output, weights = (attend or attention_kernel(self.config))(
             self,
             query,
             key,
@@ -166,7 +170,7 @@ class RecurrentGPT2Attention(nn.Module):
         )  # output: [batch, queries, heads, head_dim]
         if active is not None:
             output = active.unpad(output)
-        return self.o_proj(output.reshape(*hidden_states.shape[:2], qkv.shape[3] * self.head_dim)), weights
+        return self.o_proj(output.flatten(2)), weights
 
 
 class PackedQKVParallel(PackedColwiseParallel):
@@ -336,6 +340,7 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
         replace_layers(self, weights)
         give_up_weights(self)
         self.requires_grad_(False)
+        look_up_faster(self)
         if compile:
             self._compile_decoding()
         for module in self.modules():  # the base model too, which may be saved or trained on its own
@@ -417,6 +422,7 @@ class ForwardPass:
     cache: LoopCache | None
     freeze: bool  # compute all tokens and freeze the inactive, for kernels that can't take the active ones alone
     layer_arguments: dict[str, Any]
+    loop_noise: float = 0.0  # at every step
     compiled: CompiledDecoding | None = None  # to run the stages by
     loop_steps: list[torch.Tensor] = field(default_factory=list)  # of each group, [batch, seq]
     trajectories: list[torch.Tensor] = field(default_factory=list)  # of each group, [steps + 1, batch, seq, hidden]
@@ -558,6 +564,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         looped_tokens = run.real_tokens if run.leaves_padding_out else None
         projected_input = cast(RecurrentGPT2LoopInput, self.loop_inputs[group]).input_proj(entry)
         loop = LoopState(group, start, projected_input, run.plan.num_loops[group], looped_tokens, noise)
+        loop.blocks = [self.layers[index] for index in self.config.loop_groups[group]]
         if run.plan.keep_trajectory:
             loop.trajectory = [start]
         return loop
@@ -597,8 +604,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         if run.compiled is not None and active is None:
             layers = self.config.loop_groups[loop.group]
             return run.compiled(layers, state, run.cache, loop.steps, loop.group, loop.projected_input)
-        if self.config.loop_noise > 0:
-            state = state + self.config.loop_noise * self._step_noise(loop)
+        if run.loop_noise > 0:
+            state = state + run.loop_noise * self._step_noise(loop)
         arguments = run.layer_arguments | run.cache_arguments(loop_step=loop.steps)
         if run.freeze:
             return self._next_frozen_state(state, loop, run.attention_mask, arguments)
@@ -607,8 +614,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         if active is not None:
             arguments |= {"attention_mask": run.dense_mask, "active": active}
         hidden_states = self.loop_inputs[loop.group](state, loop.projected_input)
-        for index in self.config.loop_groups[loop.group]:
-            hidden_states = self.layers[index](hidden_states, **arguments)
+        for block in loop.blocks:
+            hidden_states = block(hidden_states, **arguments)
         return hidden_states
 
     def _next_frozen_state(
@@ -623,9 +630,9 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         values = [self.loop_inputs[loop.group](state, loop.all_projected_inputs)]
         if frozen is not None:
             values[0] = torch.where(frozen[..., None], before[0], values[0])
-        for place, index in enumerate(self.config.loop_groups[loop.group], start=1):
+        for place, block in enumerate(loop.blocks, start=1):
             keep = None if frozen is None else (frozen, before[place])
-            values.append(self.layers[index](values[-1], attention_mask=attention_mask, frozen=keep, **arguments))
+            values.append(block(values[-1], attention_mask=attention_mask, frozen=keep, **arguments))
         loop.layer_values = values
         return values[-1] if active is None else active.pack(values[-1])
 
@@ -698,6 +705,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         if leaves_padding_out and not real_tokens.any():
             # A chunk of nothing but padding: one loop, for its place in the cache, which nobody sees.
             leaves_padding_out, plan = False, plan.without_exits(num_loops=1)
+        layer_arguments["attend"] = attention_kernel(config)
         some_inactive = plan.is_adaptive or leaves_padding_out
         recorded = ("output_hidden_states", "output_attentions")
         records = any(layer_arguments.get(name) or getattr(config, name) for name in recorded)
@@ -710,7 +718,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             compiled = None
         return ForwardPass(
             plan, position_ids, mask, make_dense_mask, real_tokens, leaves_padding_out, cache, freeze, layer_arguments,
-            compiled,
+            config.loop_noise, compiled,
         )  # fmt: skip
 
     def _leaves_padding_out(self, real_tokens: torch.Tensor | None, cache: LoopCache | None, plan: LoopPlan) -> bool:
