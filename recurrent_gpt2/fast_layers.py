@@ -19,6 +19,7 @@ from torch import nn
 
 ROWS = 512  # that a layout is made for. It serves few rows as well as one that is made for them, but not the reverse.
 LEAST_SIZE = 2**18  # of a matrix: smaller ones are multiplied faster by the stock product, at one row and at two cores
+HELD_TWICE = 2**24  # bytes at most of a head in float32 that is packed though it shares its weight with the embedding
 LOAD_AGAIN = "this model was optimised for inference and has given up its weights: load it again to "
 
 
@@ -94,7 +95,7 @@ def scales_of(weight: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 class SmallEmbedding(nn.Embedding):
-    """An embedding in the precision of the head with which it shared its weight, with a scale for every row.
+    """An embedding in the precision of the head with which it shared its weight; in int8, with a scale for every row.
 
     The head's matrix is laid out for products, where no row can be looked up. In less precision the two together take
     no more memory than their one weight did in float32.
@@ -106,7 +107,9 @@ class SmallEmbedding(nn.Embedding):
         self.padding_idx = embedding.padding_idx
         weight = embedding.weight.detach()
         self._scales = scales_of(weight, levels=127) if precision == "int8" else None
-        self._rows = weight.bfloat16() if self._scales is None else (weight / self._scales).round_().to(torch.int8)
+        if self._scales is not None:
+            weight = (weight / self._scales).round_()
+        self._rows = weight.to({"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[precision])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self._rows[ids].float()
@@ -164,7 +167,8 @@ def replace_layers(
 ) -> None:
     """Puts packed matrices and lean norms in the place of those that get faster by it, one at a time, so that no more
     than one weight is held twice. What shares its weight with another module, or has hooks, stays as it is; but a head
-    that shares it with the embedding is packed in less precision than float32, and the embedding kept in the same.
+    that shares it with the embedding is packed in less precision than float32, or where it is small, and the embedding
+    is kept in the same.
 
     To see what less precision does to a small model, `least_size` takes smaller matrices too; `keep` leaves some out.
     """
@@ -183,7 +187,7 @@ def replace_layers(
                 embedding = model.get_submodule(sharing[0])
                 if len(sharing) > 1 or not isinstance(embedding, nn.Embedding) or _has_hooks(embedding):
                     continue
-                if precision == "float32":  # the two would take twice the memory
+                if precision == "float32" and module.weight.nbytes > HELD_TWICE:
                     continue
                 model.set_submodule(sharing[0], SmallEmbedding(embedding, precision))
             return_freed_memory()

@@ -5,7 +5,7 @@ Everything else (sampling, beams, assistants, streamers, stopping) is the stock 
 
 import copy
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation import GenerationMixin
@@ -16,12 +16,16 @@ from transformers.utils import ModelOutput, logging
 
 from .exit_policies import exit_policy_to_json, resolve_exit_policy
 from .loop_cache import LoopCache, check_cache_strategy
+from .pipelined_drafts import PipelinedGeneration
 
 logger = logging.get_logger(__name__)
 
 # Arguments of `generate` that may also stand in a generation config, as a checkpoint's default.
 LOOP_ARGUMENTS = ("exit_policy", "num_loops", "cache_strategy")
 CACHE_IMPLEMENTATIONS = (None, "dynamic", "static")
+# Attention kernels that take any set of queries with a mask to match. Others compute all tokens and freeze some.
+GATHERING_KERNELS = ("sdpa", "eager")
+DRAFTED_TOKENS = 4  # before a verification of its own
 
 
 class LoopGenerationMixin(GenerationMixin):
@@ -49,24 +53,31 @@ class LoopGenerationMixin(GenerationMixin):
     continuous_batching_context_manager = init_continuous_batching
     generate_batch = init_continuous_batching
 
-    def draft(self, num_loops: int | list[int], exit_policy: Any = None, num_tokens: int = 4):
+    def draft(self, num_loops: int | list[int], exit_policy: Any = None, num_tokens: int | None = None):
         """This model with fewer loops and the same weights, to be the `assistant_model` of `generate`.
 
         Args:
             num_loops: Of a draft; with an exit policy, the most.
             exit_policy: When the tokens of a draft leave their loops.
-            num_tokens: That are drafted before they are verified, always as many, however confident the draft is.
+            num_tokens: That are drafted before they are verified, always as many, however confident the draft is. When
+                left out, tokens are verified while further ones are drafted (see `pipelined_drafts.py`), where both
+                have fixed loops and the model has one group; else four are drafted at a time.
         """
-        if not isinstance(num_tokens, int) or num_tokens < 1:
-            raise ValueError(f"`num_tokens` is {num_tokens!r}, but must be a positive number of tokens.")
+        if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 1):
+            raise ValueError(
+                f"`num_tokens` is {num_tokens!r}, but must be a positive number of tokens, or None for a pipeline."
+            )
         draft = copy.copy(self)
         draft.generation_config = copy.deepcopy(self.generation_config)
         draft.generation_config.num_loops = self.config.loops_per_group(num_loops)
         draft.generation_config.exit_policy = exit_policy
-        draft.generation_config.num_assistant_tokens = num_tokens
+        draft.generation_config.num_assistant_tokens = num_tokens or DRAFTED_TOKENS
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
+        draft._is_pipelined = num_tokens is None and exit_policy is None
         return draft
+
+    _is_pipelined = False  # a draft that is verified as it is made
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         """Takes the arguments of the loops, or their defaults, out of the generation config: they go to `forward`."""
@@ -177,8 +188,58 @@ class LoopGenerationMixin(GenerationMixin):
         return self._add_loop_steps(outputs, input_ids, generation_config, kwargs)
 
     def _assisted_decoding(self, input_ids, generation_config, **kwargs):
-        outputs = super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
+        if self._can_be_pipelined(input_ids, generation_config, kwargs):
+            outputs = self._pipelined_decoding(input_ids, generation_config, kwargs)
+        else:
+            cache = kwargs.get("past_key_values")
+            if cache is not None and not cache.is_compileable and cache.get_seq_length() > 0:
+                cache.crop(-cache.get_seq_length())  # the stock method reads the whole prompt, cached or not
+            outputs = super()._assisted_decoding(input_ids, generation_config=generation_config, **kwargs)
         return self._add_loop_steps(outputs, input_ids, generation_config, kwargs)
+
+    def _can_be_pipelined(self, input_ids: torch.Tensor, generation_config, kwargs: dict[str, Any]) -> bool:
+        """Whether the assistant is a draft of this model that can be verified as it is made."""
+        config, draft, cache = self.config, kwargs.get("assistant_model"), cast(Any, kwargs.get("past_key_values"))
+        if draft is None or not getattr(draft, "_is_pipelined", False) or draft.base_model is not self.base_model:
+            return False
+        mask = kwargs.get("attention_mask")
+        return (
+            len(config.loop_groups) == 1
+            and draft.generation_config.num_loops[0] < config.loops_per_group(kwargs.get("num_loops"))[0]
+            and len(input_ids) == 1
+            and kwargs.get("exit_policy") is None
+            and kwargs.get("inputs_embeds") is None
+            and (mask is None or bool(mask.all()))
+            and config._attn_implementation in GATHERING_KERNELS
+            and getattr(cache, "cache_strategy", None) == "per_step"
+            and not (cache.is_compileable or config.loop_noise > 0 or self.training or kwargs.get("synced_gpus"))
+            and not any(
+                getattr(settings, name)
+                for settings in (config, generation_config)
+                for name in ("output_attentions", "output_hidden_states")
+            )
+            and generation_config.assistant_ensemble_weight is None
+            and not any(
+                isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+                for processor in kwargs["logits_processor"]
+            )
+        )
+
+    def _pipelined_decoding(self, input_ids: torch.Tensor, generation_config, kwargs: dict[str, Any]):
+        """As `_assisted_decoding`."""
+        own = ("logits_processor", "stopping_criteria", "assistant_model", "streamer")
+        not_needed = ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer")
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in (*own, *not_needed)}
+        generation = PipelinedGeneration(
+            self, kwargs["assistant_model"].generation_config.num_loops[0],
+            self.config.loops_per_group(kwargs.get("num_loops"))[0],
+            kwargs["logits_processor"], kwargs["stopping_criteria"], generation_config, kwargs.get("streamer"),
+        )  # fmt: skip
+        unread = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        inputs = self.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=unread, is_first_iteration=True, **model_kwargs
+        )
+        return generation.run(input_ids, inputs)
 
     def _beam_search(self, input_ids, generation_config, **kwargs):
         outputs = super()._beam_search(input_ids, generation_config=generation_config, **kwargs)

@@ -82,6 +82,14 @@ class Slot(DynamicLayer):
         if known < length:
             self.write(known, shallower.keys[:, :, known:length], shallower.values[:, :, known:length])
 
+    def gather_steps(self, num_loops: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies in one tensor each, [steps, heads, capacity, head_dim], zero where there is nothing yet."""
+        return _gather([self], self.get_seq_length(), capacity)
+
+    def take_steps(self, rooms: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
+        """What `gather_steps` gave, with further tokens, up to this length."""
+        _take([self], rooms, length)
+
     def truncate(self, length: int) -> None:
         if self.get_seq_length() > length:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
@@ -156,6 +164,15 @@ class PerStepLayer(CacheLayerMixin):
         slot, previous = self.slots[loop_step], self.slots[loop_step - 1]
         slot.catch_up(previous, self._chunk_start)
         return slot, previous
+
+    def gather_steps(self, num_loops: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a slot's, of all steps up to this number."""
+        self._chunk_start = self.get_seq_length()
+        slots = [self._slots_of(step)[0] for step in range(num_loops)]
+        return _gather(slots, self._chunk_start, capacity)
+
+    def take_steps(self, rooms: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
+        _take(self.slots, rooms, length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.slots[0].lazy_initialization(key_states, value_states)
@@ -331,6 +348,20 @@ class LoopCache(Cache):
         super().batch_select_indices(indices)
         if self.loop_steps is not None:
             self.loop_steps = self.loop_steps[indices]
+
+
+def _gather(slots: list[Slot], length: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    like, heads, head_dim = slots[0].keys, slots[0].keys.shape[1], slots[0].keys.shape[3]
+    keys, values = (like.new_zeros(len(slots), heads, capacity, head_dim) for _ in range(2))
+    for step, slot in enumerate(slots):
+        keys[step, :, :length], values[step, :, :length] = slot.keys[0, :, :length], slot.values[0, :, :length]
+    return keys, values
+
+
+def _take(slots: list[Slot], rooms: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
+    for step, slot in enumerate(slots[: len(rooms[0])]):
+        keys, values = slot._room = rooms[0][step : step + 1], rooms[1][step : step + 1]
+        slot.keys, slot.values = keys[:, :, :length], values[:, :, :length]
 
 
 def _merge(packed: torch.Tensor, before: torch.Tensor | None, active: ActiveTokens) -> torch.Tensor:

@@ -41,15 +41,13 @@ from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
 from .fast_layers import LOAD_AGAIN, PRECISIONS, PackedLinear, give_up_weights, look_up_faster, replace_layers
 from .from_gpt2 import config_from_gpt2, load_gpt2, load_gpt2_weights
-from .generation_recurrent_gpt2 import LoopGenerationMixin
+from .generation_recurrent_gpt2 import GATHERING_KERNELS, LoopGenerationMixin
 from .loop_cache import LoopCache
 
 logger = logging.get_logger(__name__)
 
 # Start states (Geiping et al.): truncated at 3 sigma, standard deviation sqrt(2/5) per coordinate.
 START_STATE_STD = math.sqrt(2 / 5)
-# Attention kernels that take any set of queries with a mask to match. Others compute all tokens and freeze some.
-GATHERING_KERNELS = ("sdpa", "eager")
 # The attention of vLLM's own Transformers backend, which knows nothing of loops; `vllm_engine.py` has another.
 PLAIN_VLLM_ATTENTION = "vllm"
 # Where a checkpoint's own copy of the code has the classes.
@@ -318,8 +316,8 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
 
         Args:
             weights: The precision that the matrices are kept in: "float32" (the same results up to rounding),
-                "bfloat16" or "int8" (faster and smaller; calibrate exits again). A head that shares its weight with
-                the embedding stays as it is in float32; in less, both are kept in that precision.
+                "bfloat16" or "int8" (faster and smaller; calibrate exits again). A large head that shares its weight
+                with the embedding stays as it is in float32; in less, both are kept in that precision.
             compile: Compile the steps of decoding too, which takes seconds, and a C++ compiler. For small models, whose
                 time goes by between operations; a large one, whose matrices are packed, would gain nothing.
         """
@@ -520,8 +518,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             past_key_values = LoopCache(self.config)
         run = self._prepare(inputs_embeds, attention_mask, position_ids, past_key_values, plan, kwargs)
 
-        hidden_states = (inputs_embeds + self.embed_positions(run.position_ids)) * self.embedding_scale
-        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.dropout(self.add_positions(inputs_embeds, run.position_ids))
         for stage in self.config.stages:
             if stage.group is None:
                 hidden_states = self.run_layers(stage.layers, hidden_states, run)
@@ -538,6 +535,12 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             loop_steps=loop_steps,
             loop_trajectory=tuple(run.trajectories) if output_loop_trajectory else None,
         )
+
+    def attention_kernel(self) -> Callable:
+        return attention_kernel(self.config)
+
+    def add_positions(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return (inputs_embeds + self.embed_positions(position_ids)) * self.embedding_scale
 
     def run_layers(self, layers: list[int], hidden_states: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """A stage of layers that are applied once."""
@@ -558,11 +561,10 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     def enter(self, group: int, entry: torch.Tensor, run: ForwardPass) -> LoopState:
         """All tokens at the start state s(0) of a group."""
         noise = None  # fresh in training
-        if not run.plan.is_training and (self.config.state_init == "noise" or self.config.loop_noise > 0):
-            noise = self.start_noise[group][run.position_ids].expand_as(entry)
-        start = self._start_state(entry, noise)
+        if not run.plan.is_training:
+            noise = self.fixed_noise(group, entry, run.position_ids)
+        start, projected_input = self.start_of_loop(group, entry, noise)
         looped_tokens = run.real_tokens if run.leaves_padding_out else None
-        projected_input = cast(RecurrentGPT2LoopInput, self.loop_inputs[group]).input_proj(entry)
         loop = LoopState(group, start, projected_input, run.plan.num_loops[group], looped_tokens, noise)
         loop.blocks = [self.layers[index] for index in self.config.loop_groups[group]]
         if run.plan.keep_trajectory:
@@ -635,6 +637,18 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
             values.append(block(values[-1], attention_mask=attention_mask, frozen=keep, **arguments))
         loop.layer_values = values
         return values[-1] if active is None else active.pack(values[-1])
+
+    def start_of_loop(
+        self, group: int, entry: torch.Tensor, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """s(0), and the half of A_g [s ; e] that is the same at every step."""
+        return self._start_state(entry, noise), cast(RecurrentGPT2LoopInput, self.loop_inputs[group]).input_proj(entry)
+
+    def fixed_noise(self, group: int, entry: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
+        """That of eval mode, where there is any."""
+        if self.config.state_init != "noise" and self.config.loop_noise == 0:
+            return None
+        return self.start_noise[group][position_ids].expand_as(entry)
 
     def _start_state(self, entry: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         """s(0). `noise` is the fixed one; in training it is None, and fresh noise is drawn."""

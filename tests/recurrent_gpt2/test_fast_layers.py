@@ -91,12 +91,24 @@ def test_an_optimised_model_gives_the_same_logits_steps_and_tokens(any_size):
     assert torch.equal(model.generate(ids[:1], assistant_model=model.draft(num_loops=1), **GREEDY), tokens[:1])
 
 
-def test_all_matrices_of_the_blocks_and_no_shared_one_are_packed(any_size):
+def test_all_matrices_of_the_blocks_and_no_large_shared_one_are_packed(any_size, monkeypatch):
+    monkeypatch.setattr(fast_layers, "HELD_TWICE", 61 * 32 * 4 - 1)  # bytes
     model = tiny_model().optimize_for_inference()
     assert type(model.lm_head) is nn.Linear  # its weight is the embedding's too
     matrices = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert set(packed_layers(model)) == {*matrices} - {"lm_head"}
     assert "lm_head" in packed_layers(tiny_model(tie_word_embeddings=False).optimize_for_inference())
+
+
+def test_a_small_shared_head_is_packed_and_its_embedding_kept(any_size):
+    model, ids = tiny_model(0.3), random_ids(2, 6)
+    expected, looked_up = model(ids).logits, model.model.embed_tokens(ids)
+    model.optimize_for_inference()
+    assert isinstance(model.lm_head, PackedLinear)
+    assert torch.equal(model.model.embed_tokens(ids), looked_up)
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="load it again"):
+        model.get_input_embeddings().weight.zero_()
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bfloat16", 0.01), ("int8", 0.02)])

@@ -1,0 +1,1 @@
+../../recurrent_gpt2/pipelined_drafts.py
