@@ -106,6 +106,7 @@ class LoopState:
         self.projected_input = projected_input if self.active is None else self.active.pack(projected_input)
         self.all_projected_inputs = projected_input
         self.previous_update: torch.Tensor | None = None  # [n, hidden]
+        self.tokens: torch.Tensor | None = None  # `state` as [n, hidden], where a policy has seen it
         self.memory: dict[str, torch.Tensor] = {}  # of the policy, [n, ...] each
         self.layer_values: list[torch.Tensor] = []  # of the last step, where tokens are frozen instead of left out
         self.trajectory: list[torch.Tensor] | None = None  # s(0), s(1), ... [batch, seq, hidden], if they are kept
@@ -125,7 +126,7 @@ class LoopState:
 
     def leave(self, exits: torch.Tensor) -> None:
         """Takes the tokens at `exits` [n] out of the loop."""
-        count = len(exits)
+        count = exits.shape[0]
         leaving = int(exits if count == 1 else exits.count_nonzero())
         if leaving == count:
             self.is_done = True
@@ -140,7 +141,7 @@ class LoopState:
         self.record()
         stay = (~exits).nonzero().squeeze(1)
         self.active = self.active.keep(stay)
-        self.state, self.projected_input = self.state[:, stay], self.projected_input[:, stay]
+        self.state, self.projected_input, self.tokens = self.state[:, stay], self.projected_input[:, stay], None
         if self.previous_update is not None:
             self.previous_update = self.previous_update[stay]
         self.memory = {name: value[stay] for name, value in self.memory.items()}

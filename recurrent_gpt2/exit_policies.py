@@ -121,10 +121,14 @@ class ExitPolicy:
         measure = self.measure(view)
         if measure is None:
             return torch.zeros(view.state.shape[0], dtype=torch.bool, device=view.state.device)
-        hits = measure < _constant(cast(float, self.threshold), measure.dtype, measure.device)  # False for NaN
+        threshold = _constant(cast(float, self.threshold), measure.dtype, measure.device)
+        if is_one := measure.numel() == 1:  # as in decoding, where numbers are faster than tensors
+            hits = _answer(measure.item() < threshold.item(), measure.device)  # False for NaN
+        else:
+            hits = measure < threshold
         if self.patience > 1:
             hits_in_a_row = view.memory.pop("hits_in_a_row", 0)
-            if not (hits if hits.numel() == 1 else hits.any()):  # as most often, at most of the steps
+            if not (hits if is_one else hits.any()):  # as most often, at most of the steps
                 return hits
             view.memory["hits_in_a_row"] = hits_in_a_row = (hits_in_a_row + 1) * hits
             hits = hits_in_a_row >= self.patience
@@ -430,8 +434,15 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> torch.T
         return torch.tensor(value, dtype=dtype, device=device)
 
 
+@lru_cache
+def _answer(hit: bool, device: torch.device) -> torch.Tensor:
+    """[1]. Never to be written to."""
+    with torch.inference_mode(False):
+        return torch.tensor([hit], device=device)
+
+
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

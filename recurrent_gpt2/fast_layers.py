@@ -23,7 +23,14 @@ HELD_TWICE = 2**24  # bytes at most of a head in float32 that is packed though i
 LOAD_AGAIN = "this model was optimised for inference and has given up its weights: load it again to "
 
 
-class PackedLinear(nn.Linear):
+class Unhooked(nn.Module):
+    """A module that is called at once where it has no hooks: else looking for them costs as much as a small product."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x) if self._forward_hooks or self._forward_pre_hooks else self.forward(x)
+
+
+class PackedLinear(Unhooked, nn.Linear):
     """A linear layer whose matrix is laid out for products. It is an `nn.Linear`, so that whatever looks for one to
     change finds it, reads `weight`, and is told."""
 
@@ -120,7 +127,7 @@ class SmallEmbedding(nn.Embedding):
     __deepcopy__ = __reduce_ex__ = PackedLinear._refuse
 
 
-class KeptLinear(nn.Linear):
+class KeptLinear(Unhooked, nn.Linear):
     """A linear layer that is as fast as it can be. Its matrix stays what it was, and is given up too: what an optimised
     model refuses does not depend on its size."""
 
@@ -140,7 +147,7 @@ class KeptLinear(nn.Linear):
     __deepcopy__ = __reduce_ex__ = PackedLinear._refuse
 
 
-class LeanRMSNorm(nn.RMSNorm):
+class LeanRMSNorm(Unhooked, nn.RMSNorm):
     """`nn.RMSNorm`: w x / sqrt(|x|^2 / d + eps), which is (d^1/2 w) x over the hypotenuse of |x| and (d eps)^1/2.
 
     The stock one takes eight operations on CPU, this one four. Its weight is given up, as those of matrices are.

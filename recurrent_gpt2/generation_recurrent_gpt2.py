@@ -236,9 +236,8 @@ class LoopGenerationMixin(GenerationMixin):
             kwargs["logits_processor"], kwargs["stopping_criteria"], generation_config, kwargs.get("streamer"),
         )  # fmt: skip
         unread = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
-        inputs = self.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=unread, is_first_iteration=True, **model_kwargs
-        )
+        prepare = cast(Any, self.prepare_inputs_for_generation)
+        inputs = prepare(input_ids, next_sequence_length=unread, is_first_iteration=True, **model_kwargs)
         return generation.run(input_ids, inputs)
 
     def _beam_search(self, input_ids, generation_config, **kwargs):
