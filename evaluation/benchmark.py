@@ -407,7 +407,7 @@ def small(seconds: float) -> Iterator[Ratio]:
     size = {"n_embd": config.hidden_size, "n_head": config.num_attention_heads, "vocab_size": most}
     peer = gpt2(applied, **size)
     against = (f"GPT-2, {applied} layers, d = {config.hidden_size}", decoder(peer, 1, 64, most=most))
-    for name, measured, reach in (("", model, None), (", compiled", compiled_mini(), 0.8)):
+    for name, measured, reach in (("", model, 0.8), (", compiled", compiled_mini(), 0.8)):
         fixed = decoder(measured, 1, 64, most=most)
         what = f"decode, d = {config.hidden_size}{name}"
         yield compare_times((what, fixed), against, seconds, reach)
@@ -465,41 +465,58 @@ def replayer(model, ids: torch.Tensor, start: int, **arguments) -> Callable[[], 
 
 @dataclass
 class Drafted:
-    """A generation, plain and with drafts, greedy: the tokens must be the same."""
+    """A generation, plain and with drafts. If it is greedy, the tokens must be the same."""
 
     model: RecurrentGPT2ForCausalLM
     prompt: torch.Tensor
     new_tokens: int
+    do_sample: bool = False
 
     def __post_init__(self):
         loops = max(self.model.config.loops_per_group())
         self.arguments = {
-            "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens, "do_sample": False,
-            "pad_token_id": 0, "num_loops": loops, "exit_policy": None,
+            "max_new_tokens": self.new_tokens, "do_sample": self.do_sample, "top_k": 0 if self.do_sample else None,
+            "eos_token_id": None, "pad_token_id": 0, "num_loops": loops, "exit_policy": None,
         }  # fmt: skip
         self.expected = self.plain()
 
     def plain(self) -> torch.Tensor:
         return self.model.generate(self.prompt, **self.arguments)
 
-    def assisted(self, tokens: int, **draft) -> tuple[Callable[[], torch.Tensor], float]:
-        """The generation with drafts of as many tokens, and the share of them that was accepted."""
+    def assisted(self, tokens: int | None = None, **draft) -> tuple[Callable[[], torch.Tensor], float]:
+        """The generation with drafts of as many tokens, or verified as they are made; and the share of them that was
+        accepted."""
         assistant = self.model.draft(**draft, num_tokens=tokens)
         generate = partial(self.model.generate, self.prompt, assistant_model=assistant, **self.arguments)
-        drafted, verified = 0, 0
+        drafted, verified, entered = 0, 0, 0
 
-        def count(module, args, kwargs) -> None:
+        def count_pass(module, args, kwargs) -> None:
             nonlocal drafted, verified
             full = self.model.config.loops_per_group(self.arguments["num_loops"])
             is_full = kwargs.get("exit_policy") is None and kwargs.get("num_loops") == full
             drafted, verified = drafted + (not is_full), verified + is_full
 
-        hook = self.model.model.register_forward_pre_hook(count, with_kwargs=True)
-        same = torch.equal(generate(), self.expected)
-        hook.remove()
-        if not same:
+        def count_token(module, args) -> None:
+            nonlocal entered
+            entered += args[0].numel() == 1
+
+        base = self.model.model
+        hooks = [
+            base.register_forward_pre_hook(count_pass, with_kwargs=True),
+            base.embed_positions.register_forward_pre_hook(count_token),
+        ]
+        generated = generate()
+        for hook in hooks:
+            hook.remove()
+        if not self.do_sample and not torch.equal(generated, self.expected):
             raise RuntimeError("a draft changed the tokens of greedy decoding.")
+        if tokens is None:  # what enters is the last token that is certain, and then drafted ones
+            return generate, (self.new_tokens - 1) / entered
         return generate, max(0.0, self.new_tokens - verified) / max(1, drafted)
+
+
+def loops_of(count: int) -> str:
+    return f"{count} loop{'s' * (count > 1)}"
 
 
 def speculating(seconds: float) -> Iterator[Ratio]:
@@ -509,31 +526,72 @@ def speculating(seconds: float) -> Iterator[Ratio]:
     model, tokenizer = mini()
     prompt = tokenizer("The documentation of this module says that", return_tensors="pt")["input_ids"]
     policy = getattr(model.generation_config, "exit_policy", None)
-    text = Drafted(model, prompt, 48)
-    full = ("full depth", text.plain)
-    accepted = {}
-    drafts: list[tuple[str, dict]] = [(f"{n} loop{'s' * (n > 1)}", {"num_loops": n}) for n in (1, 2, 3)]
+    text, accepted = Drafted(model, prompt, 128), {}
+    for name, generation in (
+        ("generation", text),
+        ("generation, sampled", Drafted(model, prompt, 128, do_sample=True)),
+        ("generation, compiled", Drafted(compiled_mini(), prompt, 128)),
+    ):
+        for loops in (1, 2, 3) if generation is text and not is_quick else (2,):
+            assisted, share = generation.assisted(num_loops=loops)
+            accepted[name, loops] = share
+            what = f"{name}, drafts of {loops_of(loops)}, verified as they are made"
+            goal = 1.8 if (name, loops) == ("generation", 2) else None
+            against = ("full depth", generation.plain)
+            yield compare_times((what, assisted), against, seconds / 2, goal, True, note=f"accepted {share:.0%}")
+    drafts: list[tuple[str, dict]] = [(loops_of(loops), {"num_loops": loops}) for loops in (1, 2, 3)]
     if policy is not None:
         cap = getattr(model.generation_config, "num_loops", None) or text.arguments["num_loops"]
         drafts.append(("its policy", {"num_loops": cap, "exit_policy": policy}))
-    for name, draft in drafts:
-        for tokens in (4,) if is_quick else (2, 4, 8):
+    full = ("full depth", text.plain)
+    for name, draft in drafts[1:2] if is_quick else drafts:
+        for tokens in (4,) if is_quick else (4, 8):
             assisted, accepted[name, tokens] = text.assisted(tokens, **draft)
-            what = (f"generation, drafts of {tokens} tokens by {name}", assisted)
-            goal = 1.8 if (name, tokens) == ("2 loops", 4) else None
+            what = (f"generation, drafts of {tokens} tokens by {name}, then verified", assisted)
             note = f"accepted {accepted[name, tokens]:.0%}"
-            yield compare_times(what, full, seconds / 2, goal, is_speed=True, note=note)
+            yield compare_times(what, full, seconds / 2, is_speed=True, note=note)
+    yield from speculating_on_chains(seconds)
+    yield from speculating_at_the_papers_size(seconds, accepted)
+
+
+def speculating_on_chains(seconds: float) -> Iterator[Ratio]:
     chains, tokenizer = load_checkpoint(CHECKPOINTS / "recurrent-gpt2-chains", optimize=True)
     task = tasks_of(chains)[0]
     batch = task.full().sample(1, task.depth, np.random.default_rng([0]))
     ids = Sequences.of(batch, ids_of_tokens(tokenizer, task)).ids
     half = chains.config.max_position_embeddings // 2
     generation = Drafted(chains, ids[:, :half], half)
-    for loops in (2,) if is_quick else (1, 2, 3):
-        assisted, share = generation.assisted(4, num_loops=loops)
-        what = (f"chains, drafts of 4 tokens by {loops} loop{'s' * (loops > 1)}", assisted)
-        against = ("full depth", generation.plain)
-        yield compare_times(what, against, seconds / 2, is_speed=True, note=f"accepted {share:.0%}")
+    for loops in (2,) if seconds <= QUICK_SECONDS else (1, 2, 3):
+        for tokens, way in ((None, "verified as they are made"), (4, "4 tokens at a time")):
+            assisted, share = generation.assisted(tokens, num_loops=loops)
+            what = (f"chains, drafts of {loops_of(loops)}, {way}", assisted)
+            against = ("full depth", generation.plain)
+            yield compare_times(what, against, seconds / 2, is_speed=True, note=f"accepted {share:.0%}")
+
+
+@cache
+def in_one_group() -> RecurrentGPT2ForCausalLM:
+    """Of the paper's size, with its four looped layers in one group, which forgets its state: all drafts are right."""
+    torch.manual_seed(0)
+    model = RecurrentGPT2ForCausalLM(RecurrentGPT2Config(num_loops=LOOPS, loop_groups=[[4, 5, 6, 7]])).eval()
+    with torch.no_grad():
+        model.model.loop_inputs[0].state_proj.weight.zero_()
+    return model.optimize_for_inference()
+
+
+def speculating_at_the_papers_size(seconds: float, accepted: dict[tuple[str, int], float]) -> Iterator[Ratio]:
+    """Costs are of the size, acceptance is the small model's."""
+    generation = Drafted(in_one_group(), token_ids(1, 64), 48)
+    for loops in (2,) if seconds <= QUICK_SECONDS else (2, 3):
+        times = timed_rounds(
+            f"paper's size, drafts of {loops}", [generation.assisted(num_loops=loops)[0], generation.plain], 2 * seconds
+        )
+        share = accepted["generation", loops]
+        what = f"paper's size in one group, drafts of {loops_of(loops)}, verified as they are made"
+        yield ratio_of(f"{what}, all right", "full depth", times, is_speed=True)
+        note = f"accepted {share:.0%}"
+        what = f"{what}, if accepted as those of the small model"
+        yield ratio_of(what, "full depth", times / [share, 1], is_speed=True, note=note)
     past = context_cache(looped(), 1, 64)
 
     @torch.inference_mode()
@@ -541,13 +599,15 @@ def speculating(seconds: float) -> Iterator[Ratio]:
         looped()(token_ids(1, 5), past_key_values=past, use_cache=True)
         past.crop(-5)
 
-    for loops, (name, _) in zip((1, 2, 3), drafts, strict=False):
+    for loops in (1, 2, 3):
+        if (loops_of(loops), 4) not in accepted:
+            continue
         functions = [decoder(looped(), 1, 64, num_loops=loops), verify, decoder(looped(), 1, 64)]
         times = timed_rounds(f"draft of {loops}, verification, full depth", functions, seconds)
-        share = min(accepted[name, 4], 0.999)
+        share = min(accepted[loops_of(loops), 4], 0.999)
         tokens = (1 - share**5) / (1 - share)  # expected of a draft of 4 and its verification
         both = np.stack([(4 * times[:, 0] + times[:, 1]) / tokens, times[:, 2]], axis=1)
-        what = f"paper's size, drafts of 4 tokens by {name}, if accepted as those of the small model"
+        what = f"paper's size, drafts of 4 tokens by {loops_of(loops)}, if accepted as those of the small model"
         yield ratio_of(what, "full depth", both, is_speed=True, note=f"accepted {share:.0%}")
 
 

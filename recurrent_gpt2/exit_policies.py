@@ -204,7 +204,7 @@ class StepNormExit(_NormalizedExit):
 
     def measure(self, view: LoopView) -> torch.Tensor:
         step_norm = _norm(view.update)
-        return step_norm / _positive(_norm(view.state)) if self.normalize == "state" else step_norm
+        return step_norm / _norm(view.state) if self.normalize == "state" else step_norm
 
 
 @register_exit_policy("acceleration")
@@ -231,7 +231,7 @@ class AccelerationExit(_NormalizedExit):
             return None
         acceleration = _norm(view.update - view.previous_update)
         if self.normalize == "state":
-            return acceleration / _positive(_norm(view.state))
+            return acceleration / _norm(view.state)
         if self.normalize == "step":
             return acceleration / _positive(_norm(view.update) + _norm(view.previous_update))
         return acceleration

@@ -20,6 +20,7 @@ from torch import nn
 ROWS = 512  # that a layout is made for. It serves few rows as well as one that is made for them, but not the reverse.
 LEAST_SIZE = 2**18  # of a matrix: smaller ones are multiplied faster by the stock product, at one row and at two cores
 HELD_TWICE = 2**24  # bytes at most of a head in float32 that is packed though it shares its weight with the embedding
+FEW_ROWS = 16  # up to which a product with a large matrix that is not packed is faster the other way around
 LOAD_AGAIN = "this model was optimised for inference and has given up its weights: load it again to "
 
 
@@ -147,6 +148,27 @@ class KeptLinear(Unhooked, nn.Linear):
     __deepcopy__ = __reduce_ex__ = PackedLinear._refuse
 
 
+class SharedLinear(Unhooked, nn.Linear):
+    """A large head that shares its weight with the embedding, and so keeps it as it is. With few rows the stock product
+    runs on one core, or lays the matrix out first; the other way around, with the rows as columns, it does neither.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // self.in_features
+        if x.requires_grad or not 0 < rows <= FEW_ROWS:
+            return super().forward(x)
+        columns = x.reshape(rows, -1).t()
+        if rows == 1:  # a product with a vector runs on one core
+            columns = columns.repeat(1, 2)
+        product = (self.weight @ columns)[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias
+
+
 class LeanRMSNorm(Unhooked, nn.RMSNorm):
     """`nn.RMSNorm`: w x / sqrt(|x|^2 / d + eps), which is (d^1/2 w) x over the hypotenuse of |x| and (d eps)^1/2.
 
@@ -175,7 +197,7 @@ def replace_layers(
     """Puts packed matrices and lean norms in the place of those that get faster by it, one at a time, so that no more
     than one weight is held twice. What shares its weight with another module, or has hooks, stays as it is; but a head
     that shares it with the embedding is packed in less precision than float32, or where it is small, and the embedding
-    is kept in the same.
+    is kept in the same. Where it is large, both keep the weight.
 
     To see what less precision does to a small model, `least_size` takes smaller matrices too; `keep` leaves some out.
     """
@@ -195,6 +217,7 @@ def replace_layers(
                 if len(sharing) > 1 or not isinstance(embedding, nn.Embedding) or _has_hooks(embedding):
                     continue
                 if precision == "float32" and module.weight.nbytes > HELD_TWICE:
+                    model.set_submodule(name, SharedLinear(module))
                     continue
                 model.set_submodule(sharing[0], SmallEmbedding(embedding, precision))
             return_freed_memory()

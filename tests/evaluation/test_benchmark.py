@@ -145,6 +145,13 @@ def test_drafts_are_counted_and_must_not_change_tokens(monkeypatch):
     assert accepted > 0.7  # of the last draft, not all are needed
     _, accepted = generation.assisted(3, num_loops=1)
     assert 0 <= accepted < 0.7
+    one_group = benchmark.Drafted(tiny_model(0.15, num_loops=7, loop_groups=[[2, 3]]), random_ids(1, 6), 12)
+    _, accepted = one_group.assisted(num_loops=1)
+    assert 0 < accepted < 1  # tokens that entered and were dropped again count
+    with torch.no_grad():
+        one_group.model.model.loop_inputs[0].state_proj.weight.zero_()
+    one_group.expected = one_group.plain()
+    assert one_group.assisted(num_loops=1)[1] == 1
     generation.expected = generation.expected.roll(1)
     with pytest.raises(RuntimeError, match="changed the tokens"):
         generation.assisted(3, num_loops=1)

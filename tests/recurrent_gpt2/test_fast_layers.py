@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from recurrent_gpt2 import RecurrentGPT2ForCausalLM, fast_layers
-from recurrent_gpt2.fast_layers import PRECISIONS, LeanRMSNorm, PackedLinear
+from recurrent_gpt2.fast_layers import PRECISIONS, LeanRMSNorm, PackedLinear, SharedLinear
 from tests.helpers import random_ids, run_fresh, tiny_model
 
 POLICY = {"name": "step_norm", "normalize": "state", "threshold": 0.3}
@@ -94,10 +94,19 @@ def test_an_optimised_model_gives_the_same_logits_steps_and_tokens(any_size):
 def test_all_matrices_of_the_blocks_and_no_large_shared_one_are_packed(any_size, monkeypatch):
     monkeypatch.setattr(fast_layers, "HELD_TWICE", 61 * 32 * 4 - 1)  # bytes
     model = tiny_model().optimize_for_inference()
-    assert type(model.lm_head) is nn.Linear  # its weight is the embedding's too
+    assert type(model.lm_head) is SharedLinear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     matrices = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert set(packed_layers(model)) == {*matrices} - {"lm_head"}
     assert "lm_head" in packed_layers(tiny_model(tie_word_embeddings=False).optimize_for_inference())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (2, 8), (17,), (5, 7), (0, 1)])
+def test_products_of_a_shared_head_are_the_stock_ones(shape, bias):
+    layer, x = nn.Linear(48, 80, bias=bias), torch.randn(*shape, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(SharedLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
 def test_a_small_shared_head_is_packed_and_its_embedding_kept(any_size):
