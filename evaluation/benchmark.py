@@ -322,6 +322,24 @@ def decoding_one(seconds: float) -> Iterator[Ratio]:
     )  # fmt: skip
 
 
+def reading_out(seconds: float) -> Iterator[Ratio]:
+    """The head, which shares its weight with the embedding."""
+    head = looped().lm_head
+    for rows in (1, 6):
+        x = torch.randn(rows, 1, head.in_features)
+
+        def read(x: torch.Tensor = x) -> None:
+            with torch.inference_mode():
+                head(x)
+
+        def read_as_ever(x: torch.Tensor = x) -> None:
+            with torch.inference_mode():
+                nn.functional.linear(x, head.weight)
+
+        what = f"head, {head.out_features} x {head.in_features}, rows: {rows}"
+        yield compare_times((what, read), ("F.linear", read_as_ever), seconds / 2)
+
+
 def decoding_batches(seconds: float) -> Iterator[Ratio]:
     for batch in (2, 4, 8):
         yield compare_times(
@@ -530,7 +548,7 @@ def speculating(seconds: float) -> Iterator[Ratio]:
     for name, generation in (
         ("generation", text),
         ("generation, sampled", Drafted(model, prompt, 128, do_sample=True)),
-        ("generation, compiled", Drafted(compiled_mini(), prompt, 128)),
+        *([] if is_quick else [("generation, compiled", Drafted(compiled_mini(), prompt, 128))]),
     ):
         for loops in (1, 2, 3) if generation is text and not is_quick else (2,):
             assisted, share = generation.assisted(num_loops=loops)
@@ -720,6 +738,7 @@ def growing(seconds: float) -> Iterator[Ratio]:
 
 MEASUREMENTS: dict[str, Callable[[float], Iterator[Ratio]]] = {
     "decode": decoding_one,
+    "head": reading_out,
     "first": first_token,
     "precision": precisions,
     "small": small,

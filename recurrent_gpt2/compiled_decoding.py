@@ -82,6 +82,7 @@ class CompiledDecoding:
                 self.stages[stage.layers[0]] = self._make(stage, ReservedRoom)
                 self(stage.layers, state, cache, 0, stage.group, projected_input)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def compile_rows(self) -> None:
         """The same for rows that are tokens of one text, in a network with one loop group. No number here may be 0 or

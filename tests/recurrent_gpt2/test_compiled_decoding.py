@@ -65,7 +65,8 @@ def test_generated_tokens_are_the_same(stock, compiled, arguments, rows):
 
 def test_drafts_beams_and_recorded_states_are_the_same(stock, compiled):
     ids = random_ids(1, 6)
-    compiled.generate(ids, assistant_model=compiled.draft(num_loops=1), **GREEDY)  # compiles what takes rows
+    with torch.inference_mode():
+        compiled.generate(ids, assistant_model=compiled.draft(num_loops=1), **GREEDY)  # compiles what takes rows
     with torch.compiler.set_stance("fail_on_recompile"):
         for draft, full in ((1, None), (2, None), (3, 4), (1, 12)):
             drafted = compiled.generate(ids, assistant_model=compiled.draft(draft), num_loops=full, **GREEDY)
