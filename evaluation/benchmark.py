@@ -41,7 +41,6 @@ from recurrent_gpt2 import (
     RecurrentGPT2Config,
     RecurrentGPT2ForCausalLM,
 )
-from recurrent_gpt2.compiled_decoding import ReservedRoom
 from recurrent_gpt2.configuration_recurrent_gpt2 import CACHE_STRATEGIES
 from recurrent_gpt2.fast_layers import PackedLinearInt8
 from training.tasks import ids_of_tokens
@@ -196,39 +195,6 @@ def gpt2_in_int8() -> GPT2LMHeadModel:
             model.set_submodule(name, PackedLinearInt8(linear))
     model.lm_head = PackedLinearInt8(model.lm_head)
     return model
-
-
-class CompiledGPT2:
-    """A GPT-2 whose layers are compiled as ours are for one token of one text: as one function, in which keys and
-    values go to room that was made for them. There is no loop that would have to stay outside."""
-
-    def __init__(self, model: GPT2LMHeadModel):
-        base, end = model.transformer, model.config.n_positions
-        shape = (1, model.config.n_head, end, model.config.n_embd // model.config.n_head)
-        self.model, self.rooms = model, [(torch.zeros(shape), torch.zeros(shape)) for _ in base.h]
-
-        def run(state, rooms, end):
-            room = ReservedRoom(rooms, end)
-            for block in base.h:
-                state = block(state, past_key_values=room)
-            return base.ln_f(state)
-
-        options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-        self.run = torch.compile(run, fullgraph=True, dynamic=True, options=options)
-        with torch.no_grad():
-            self.run(torch.zeros(1, 1, model.config.n_embd), self.rooms, 6)
-
-    def decoder(self, context: int, most: int) -> Callable[[], None]:
-        """As `decoder`; what is in the context does not matter to the time."""
-        base, first = self.model.transformer, token_ids(1, context, most)[:, -1:]
-        position = torch.tensor([[context]])
-
-        @torch.inference_mode()
-        def decode() -> None:
-            state = self.run(base.wte(first) + base.wpe(position), self.rooms, context + 1)
-            self.model.lm_head(state)[:, -1:].argmax(-1)
-
-        return decode
 
 
 def token_ids(batch: int, length: int, most: int = 50257) -> torch.Tensor:
@@ -431,13 +397,21 @@ def small(seconds: float) -> Iterator[Ratio]:
         yield compare_times((what, fixed), against, seconds, reach)
         never = decoder(measured, 1, 64, most=most, exit_policy=AccelerationExit(0.0))
         yield compare_times((f"{what}, acceleration that never fires", never), ("fixed loops", fixed), seconds, 1.05)
-    against = (f"{against[0]}, compiled", CompiledGPT2(peer).decoder(64, most))
+    as_ours = RecurrentGPT2ForCausalLM.from_gpt2(peer, loop_groups=[]).optimize_for_inference(compile=True)
+    against = (f"{against[0]}, compiled in the same way", decoder(as_ours, 1, 64, most=most))
     yield compare_times((what, fixed), against, seconds)
 
 
 def programs(seconds: float) -> Iterator[Ratio]:
     """The policy of the model that comes with the project against the fixed depth that answers as well, on programs."""
-    model, tokenizer = mini()
+    yield from programs_of(mini()[0], "programs", (1,), seconds)
+    yield from programs_of(compiled_mini(), "programs, compiled", (1, 8), seconds)
+
+
+def programs_of(
+    model: RecurrentGPT2ForCausalLM, name: str, batches: tuple[int, ...], seconds: float
+) -> Iterator[Ratio]:
+    tokenizer = mini()[1]
     config, own = model.config, model.generation_config
     task = next((t for t in tasks_of(model) if t.name == "programs"), None)
     policy, cap = getattr(own, "exit_policy", None), getattr(own, "num_loops", None)
@@ -452,7 +426,7 @@ def programs(seconds: float) -> Iterator[Ratio]:
     loops = next((n for n, fixed in enumerate(depths, 1) if fixed.accuracy >= under.accuracy - 0.001), full)
     against = f"{loops} fixed loops, as many answers right ({under.accuracy:.1%})"
     exits, fixed = {"exit_policy": policy, "num_loops": cap}, {"num_loops": loops}
-    for rows in (1, 8):
+    for rows in batches:
         part, half = sequences.ids[:rows], sequences.ids.shape[1] // 2
         for way, start in (("prefill", 0), ("decode", half)):
             steps = float(under.depth[:rows, start:].mean())
@@ -461,11 +435,11 @@ def programs(seconds: float) -> Iterator[Ratio]:
                 functions = [prefiller(model, part, **arguments) for arguments in (exits, fixed)]
             else:
                 functions = [replayer(model, part, half, **arguments) for arguments in (exits, fixed)]
-            name = f"programs, batch {rows}, {way}, under the model's policy"
-            times = timed_rounds(name, functions, seconds)
+            what = f"{name}, batch {rows}, {way}, under the model's policy"
+            times = timed_rounds(what, functions, seconds)
             note = f"loops x {steps / loops:.2f}, layers x {work[0] / work[1]:.2f}"
-            yield ratio_of(name, against, times, note=note)
-            yield ratio_of(f"{name}, time per layer", against, times, 1.15 if rows == 1 else None, work=work)
+            yield ratio_of(what, against, times, note=note)
+            yield ratio_of(f"{what}, time per layer", against, times, 1.15 if rows == 1 else None, work=work)
 
 
 def replayer(model, ids: torch.Tensor, start: int, **arguments) -> Callable[[], None]:

@@ -1,5 +1,7 @@
 """The tokens of a chunk that are still looping, packed side by side so that nothing is computed for the others."""
 
+from typing import Any
+
 import torch
 
 
@@ -97,15 +99,19 @@ class LoopState:
         noise: torch.Tensor | None = None,
     ):
         self.group, self.most, self.noise = group, most, noise
-        self.blocks: list[torch.nn.Module] = []  # the group's
+        self.layers: list[int] = []  # of the group
+        self.blocks: list[torch.nn.Module] = []  # the same
         self.steps, self.is_done = 0, False
         self.start = self.final = start
         self.loop_steps = torch.zeros(start.shape[:2], dtype=torch.long, device=start.device)
         self.active = None if looped_tokens is None else ActiveTokens.from_mask(looped_tokens)
+        if self.active is not None:
+            self.final = start.clone(memory_format=torch.contiguous_format)  # written to in place, where tokens leave
         self.state = start if self.active is None else self.active.pack(start)
         self.projected_input = projected_input if self.active is None else self.active.pack(projected_input)
         self.all_projected_inputs = projected_input
         self.previous_update: torch.Tensor | None = None  # [n, hidden]
+        self.rule: Any = None  # the policy as compiled layers know it
         self.tokens: torch.Tensor | None = None  # `state` as [n, hidden], where a policy has seen it
         self.memory: dict[str, torch.Tensor] = {}  # of the policy, [n, ...] each
         self.layer_values: list[torch.Tensor] = []  # of the last step, where tokens are frozen instead of left out
@@ -136,10 +142,11 @@ class LoopState:
             batch, length, hidden = self.state.shape
             everything = torch.arange(batch * length, device=exits.device)
             self.active = ActiveTokens(everything, batch, length)
+            self.final = self.state.clone(memory_format=torch.contiguous_format)
             self.state = self.state.reshape(1, -1, hidden)
             self.projected_input = self.projected_input.reshape(1, -1, hidden)
-        self.record()
-        stay = (~exits).nonzero().squeeze(1)
+        left, stay = exits.nonzero().squeeze(1), (~exits).nonzero().squeeze(1)
+        self._keep(self.active.index[left], self.state[0, left])
         self.active = self.active.keep(stay)
         self.state, self.projected_input, self.tokens = self.state[:, stay], self.projected_input[:, stay], None
         if self.previous_update is not None:
@@ -148,9 +155,12 @@ class LoopState:
 
     def record(self) -> None:
         """Keeps the states of all active tokens as their last, and the steps that they took."""
-        self.final = self.all_states()
         if self.active is None:
+            self.final = self.state
             self.loop_steps.fill_(self.steps)
         else:
-            steps_taken = self.loop_steps.new_full((1, len(self.active)), self.steps)
-            self.loop_steps = self.active.unpack(steps_taken, self.loop_steps)
+            self._keep(self.active.index, self.state[0])
+
+    def _keep(self, index: torch.Tensor, states: torch.Tensor) -> None:
+        self.final.flatten(0, 1).index_copy_(0, index, states)
+        self.loop_steps.view(-1).index_fill_(0, index, self.steps)

@@ -37,10 +37,10 @@ class Slot(DynamicLayer):
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Puts keys and values at tokens `start` and after, in place of what is there, and returns all up to them."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
         if torch.is_grad_enabled():
             self._room = None
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
             if start == 0:
                 self.keys, self.values = keys, values
             else:
@@ -54,6 +54,8 @@ class Slot(DynamicLayer):
 
     def reserve(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Counts tokens up to `end`, and returns the room into which those from `start` on must then be written."""
+        if not self.is_initialized:
+            self.lazy_initialization(like, like)
         room = self._room
         # A tensor that was made in inference mode can't be written to once that is left.
         is_read_only = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
@@ -62,10 +64,12 @@ class Slot(DynamicLayer):
         self.keys, self.values = room[0][:, :, :end], room[1][:, :, :end]
         return room
 
-    def reserve_next(self, loop_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for one more token of every row."""
+    def reserve_next(
+        self, tokens: int, like: torch.Tensor, loop_step: int = 0, keep_others: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for further tokens of every row, `like` [batch, heads, _, head_dim]."""
         start = self.get_seq_length()
-        return self.reserve(start, start + 1, self.keys)
+        return self.reserve(start, start + tokens, like)
 
     def _make_room(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         batch, heads, _, head_dim = like.shape
@@ -148,12 +152,20 @@ class PerStepLayer(CacheLayerMixin):
             value_states = _merge(value_states, previous and previous.values[:, :, start:], active)
         return slot.write(start, key_states, value_states)
 
-    def reserve_next(self, loop_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for one more token of every row at a loop step."""
+    def reserve_next(
+        self, tokens: int, like: torch.Tensor, loop_step: int = 0, keep_others: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a slot's, at a loop step. `keep_others`: some of the tokens will not be written, and keep what they had at
+        the step before."""
         if loop_step == 0:
             self._chunk_start = self.get_seq_length()
+        start = self._chunk_start
         slot, previous = self._slots_of(loop_step)
-        return slot.reserve(self._chunk_start, self._chunk_start + 1, (previous or slot).keys)
+        room = slot.reserve(start, start + tokens, like)
+        if keep_others and previous is not None and previous is not slot:
+            slot.keys[:, :, start:] = previous.keys[:, :, start:]
+            slot.values[:, :, start:] = previous.values[:, :, start:]
+        return room
 
     def _slots_of(self, loop_step: int) -> tuple[Slot, Slot | None]:
         """The slot to write, and the one that holds the chunk's tokens as of the step before."""

@@ -37,10 +37,10 @@ from transformers.utils.generic import TransformersKwargs, merge_with_config_def
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
-from .compiled_decoding import CompiledDecoding
+from .compiled_layers import CompiledLayers, CompiledPass, compiled_library, rule_of, why_not
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
-from .fast_layers import LOAD_AGAIN, PRECISIONS, PackedLinear, give_up_weights, look_up_faster, replace_layers
+from .fast_layers import LOAD_AGAIN, PRECISIONS, give_up_weights, look_up_faster, replace_layers
 from .from_gpt2 import config_from_gpt2, load_gpt2, load_gpt2_weights
 from .generation_recurrent_gpt2 import GATHERING_KERNELS, LoopGenerationMixin
 from .loop_cache import LoopCache
@@ -337,8 +337,9 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
             weights: The precision that the matrices are kept in: "float32" (the same results up to rounding),
                 "bfloat16" or "int8" (faster and smaller; calibrate exits again). A large head that shares its weight
                 with the embedding stays as it is in float32; in less, both are kept in that precision.
-            compile: Compile the steps of decoding too, which takes seconds, and a C++ compiler. For small models, whose
-                time goes by between operations; a large one, whose matrices are packed, would gain nothing.
+            compile: Compile layers too, in a second, by the C compiler of the machine (see `compiled_layers.py`). For
+                small models, whose time goes by between operations; a large one, whose matrices are packed, stays as
+                it is.
         """
         if weights not in PRECISIONS:
             raise ValueError(f"`weights` is {weights!r}, but must be one of {', '.join(PRECISIONS)}.")
@@ -354,25 +355,22 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
             raise ValueError(f"the model is quantised or in {self.dtype}: load it in float32 to optimise it.")
         if any(type(module).__module__.startswith("peft.") for module in self.modules()):
             raise ValueError("the model has adapters: merge and unload them (`merge_and_unload()`) to optimise it.")
+        if compile:
+            compiled_library()  # fails before anything is given up
         replace_layers(self, weights)
         give_up_weights(self)
         self.requires_grad_(False)
         look_up_faster(self)
         if compile:
-            self._compile_decoding()
+            base = self.base_model
+            if reason := why_not(base):
+                logger.warning(f"nothing was compiled: {reason}.")
+            else:
+                base.compiled_layers = CompiledLayers(base)
         for module in self.modules():  # the base model too, which may be saved or trained on its own
             if isinstance(module, RecurrentGPT2PreTrainedModel):
                 module.is_optimized = True
         return self.eval()
-
-    def _compile_decoding(self) -> None:
-        base = self.base_model
-        if any(isinstance(module, PackedLinear) for module in base.layers.modules()):
-            logger.warning("nothing was compiled: the model is so large that its matrices are packed.")
-        elif base.config.loop_noise > 0 or base.config._attn_implementation != "sdpa":
-            logger.warning("nothing was compiled: that is for models with `sdpa` attention and without `loop_noise`.")
-        else:
-            base.eval().compiled_decoding = CompiledDecoding(base)
 
     def train(self, mode: bool = True):
         if mode and self.is_optimized:
@@ -440,7 +438,7 @@ class ForwardPass:
     freeze: bool  # compute all tokens and freeze the inactive, for kernels that can't take the active ones alone
     layer_arguments: dict[str, Any]
     loop_noise: float = 0.0  # at every step
-    compiled: CompiledDecoding | None = None  # to run the stages by
+    compiled: CompiledPass | None = None  # to run few rows by
     loop_steps: list[torch.Tensor] = field(default_factory=list)  # of each group, [batch, seq]
     trajectories: list[torch.Tensor] = field(default_factory=list)  # of each group, [steps + 1, batch, seq, hidden]
     _dense_mask: torch.Tensor | None = None
@@ -466,10 +464,11 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     """The network is a sequence of stages (`config.stages`), run in order for all tokens: layers that are applied once
     (`run_layers`), and loop groups (`run_group`: `enter`, `step` until all tokens have left, `leave`)."""
 
-    compiled_decoding: CompiledDecoding | None = None  # where `optimize_for_inference` was asked for it
+    compiled_layers: CompiledLayers | None = None  # where `optimize_for_inference` was asked for them
 
     def __init__(self, config: RecurrentGPT2Config):
         super().__init__(config)
+        self.stages, self.loop_groups = config.stages, config.loop_groups  # found much faster here than in the config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.embedding_scale = math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0
@@ -538,7 +537,7 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         run = self._prepare(inputs_embeds, attention_mask, position_ids, past_key_values, plan, kwargs)
 
         hidden_states = self.dropout(self.add_positions(inputs_embeds, run.position_ids))
-        for stage in self.config.stages:
+        for stage in self.stages:
             if stage.group is None:
                 hidden_states = self.run_layers(stage.layers, hidden_states, run)
             else:
@@ -565,8 +564,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
 
     def run_layers(self, layers: list[int], hidden_states: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """A stage of layers that are applied once."""
-        if run.compiled is not None:
-            return run.compiled(layers, hidden_states, run.cache)
+        if run.compiled is not None and run.compiled.takes(hidden_states):
+            return run.compiled.run_layers(layers, hidden_states)
         arguments = {"attention_mask": run.attention_mask, **run.cache_arguments(), **run.layer_arguments}
         for index in layers:
             hidden_states = self.layers[index](hidden_states, **arguments)
@@ -587,19 +586,31 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         start, projected_input = self.start_of_loop(group, entry, noise)
         looped_tokens = run.real_tokens if run.leaves_padding_out else None
         loop = LoopState(group, start, projected_input, run.plan.num_loops[group], looped_tokens, noise)
-        loop.blocks = [self.layers[index] for index in self.config.loop_groups[group]]
+        loop.layers = self.loop_groups[group]
+        loop.blocks = [self.layers[index] for index in loop.layers]
         if run.plan.keep_trajectory:
             loop.trajectory = [start]
+        if run.compiled is not None:
+            loop.rule = rule_of(run.plan.policies[group])
         return loop
 
     def step(self, loop: LoopState, run: ForwardPass) -> None:
         """s(k) -> s(k+1) of the tokens that are still looping; then those leave that the policy names."""
-        plan = run.plan
-        with torch.set_grad_enabled(torch.is_grad_enabled() and loop.steps >= self._loops_without_gradient(loop, plan)):
-            new_state = self._next_state(loop, run)
+        plan, exits = run.plan, None
+        is_compiled = run.compiled is not None and run.compiled.takes(loop.state)
+        if run.compiled is not None and is_compiled:
+            new_state, exits = run.compiled.next_state(loop)
+        else:
+            has_gradient = torch.is_grad_enabled() and loop.steps >= self._loops_without_gradient(loop, plan)
+            with torch.set_grad_enabled(has_gradient):
+                new_state = self._next_state(loop, run)
         previous_state = loop.advance(new_state)
         policy = plan.policies[loop.group]
         if policy is None or loop.is_done:
+            return
+        if is_compiled and loop.rule is not None:  # which has been asked
+            if exits is not None:
+                loop.leave(exits)
             return
         state = new_state.flatten(0, 1)
         update = state - (previous_state.flatten(0, 1) if loop.tokens is None else loop.tokens)
@@ -624,9 +635,6 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
     def _next_state(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
         """s(k+1) of the active tokens, from `loop.state` = s(k)."""
         state, active = loop.state, loop.active
-        if run.compiled is not None and active is None:
-            layers = self.config.loop_groups[loop.group]
-            return run.compiled(layers, state, run.cache, loop.steps, loop.group, loop.projected_input)
         if run.loop_noise > 0:
             state = state + run.loop_noise * self._step_noise(loop)
         arguments = run.layer_arguments | run.cache_arguments(loop_step=loop.steps)
@@ -748,9 +756,9 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         freeze = some_inactive and (records or not gathers)
         if cache is None and some_inactive and not freeze:
             cache = LoopCache(config, "last_step")  # for the chunk's own keys and values, while it loops
-        compiled = self.compiled_decoding
-        if compiled is not None and (records or not compiled.takes(inputs_embeds, cache, mask)):
-            compiled = None
+        compiled = None
+        if self.compiled_layers is not None and layer_arguments["attend"] is lean_attention and mask is None:
+            compiled = self.compiled_layers.in_pass(inputs_embeds, cache)
         return ForwardPass(
             plan, position_ids, mask, make_dense_mask, real_tokens, leaves_padding_out, cache, freeze, layer_arguments,
             config.loop_noise, compiled,

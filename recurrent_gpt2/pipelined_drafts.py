@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .compiled_decoding import ReservedRoom, RowsOfRooms
+from .compiled_layers import Rows
 from .loop_cache import LoopCache
 
 
@@ -44,16 +44,55 @@ class InFlight:
 
 @dataclass
 class At:
-    """Where the rows of a product are."""
+    """Where the rows of a product are at step 0 of a tick, and what they see: in flat rooms [rows, heads], with a mask
+    [rows, 1, 1, tokens]; for compiled layers, at which loop step and which place, [rows] each."""
 
     rows: int
-    index: torch.Tensor | None = None  # [rows, heads] of flat rooms, at step 0 of a tick; None: of the newest alone
-    mask: torch.Tensor | None = None  # [rows, 1, 1, tokens]
+    where: torch.Tensor | None = None  # None: the newest alone, at its place
+    seen: torch.Tensor | None = None
 
     def without_last(self) -> "At":
-        if self.index is None or self.mask is None:
+        if self.where is None or self.seen is None:
             return self
-        return At(self.rows - 1, self.index[:-1], self.mask[:-1])
+        return At(self.rows - 1, self.where[:-1], self.seen[:-1])
+
+
+class RoomOfNewest:
+    """In the place of the cache: keys and values of one token go to the room that was made for them."""
+
+    def __init__(self, rooms: list[tuple[torch.Tensor, torch.Tensor]], end: int):
+        self.rooms, self.end, self.used = rooms, end, 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.rooms[self.used]
+        self.used += 1
+        keys[:, :, self.end - 1 : self.end] = key
+        values[:, :, self.end - 1 : self.end] = value
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+
+class RoomsOfRows:
+    """The same where every row is a token at a place and a loop step of its own. Rooms [steps, heads, places, head_dim]
+    hold all steps of a layer, and rows are at evenly spaced ones, so that what they see is a view.
+
+    `where` [rows, heads]: they write, in the flattened room.
+    """
+
+    def __init__(
+        self, rooms: list[tuple[torch.Tensor, torch.Tensor]], where: torch.Tensor, step: int, stride: int, end: int
+    ):
+        self.rooms, self.where, self.step, self.stride, self.end, self.used = rooms, where, step, stride, end, 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, heads, 1, head_dim] -> [rows, heads, tokens, head_dim]"""
+        keys, values = self.rooms[self.used]
+        self.used += 1
+        return self._write(keys, key), self._write(values, value)
+
+    def _write(self, room: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        room.view(-1, room.shape[-1])[self.where] = new[:, :, 0]
+        rows = len(self.where)
+        return room[self.step :: self.stride][:rows, :, : self.end].expand(rows, -1, -1, -1)
 
 
 class Pipeline:
@@ -65,9 +104,7 @@ class Pipeline:
         self.cache, self.length = cache, cache.get_seq_length()
         layers, self.looped = list(range(len(cache.layers))), self.base.config.loop_groups[0]
         self.before, self.after = layers[: self.looped[0]], layers[self.looped[-1] + 1 :]
-        self.attend, self.compiled = self.base.attention_kernel(), self.base.compiled_decoding
-        if self.compiled is not None and not self.compiled.rows:
-            self.compiled.compile_rows()
+        self.attend, self.compiled = self.base.attention_kernel(), self.base.compiled_layers
         # One place more than there are tokens: what gaps write goes there.
         self.nowhere = capacity
         self.rooms = [
@@ -92,7 +129,7 @@ class Pipeline:
             self.length += 1
             entry = base.add_positions(base.embed_tokens(token), position)
             if self.before:
-                entry = self._run(self.before, entry, At(1))
+                entry = self._run(self.before, entry, self._find([place], self.before))
             start, projected_input = base.start_of_loop(0, entry, base.fixed_noise(0, entry, position))
         if self.tokens:
             start, projected_input = torch.cat([start, self.states]), torch.cat([projected_input, self.inputs])
@@ -102,7 +139,7 @@ class Pipeline:
     def advance(self) -> None:
         """All tokens take the next steps of their loops."""
         rows = len(self.tokens)
-        at = self._find([self.nowhere if token.place is None else token.place for token in self.tokens], self.looped)
+        at = self._find([token.place for token in self.tokens], self.looped)
         for step in range(self.draft_loops):
             if rows > -(-(self.num_loops - step) // self.draft_loops):  # the oldest is at its end
                 rows -= 1
@@ -137,38 +174,38 @@ class Pipeline:
         steps = torch.full((1, length - known, 1), self.num_loops, device=self.base.device)
         self.cache.record_loop_steps(steps)
 
-    def _find(self, places: list[int], layers: list[int]) -> "At":
+    def _find(self, places: list[int | None], layers: list[int]) -> At:
+        rows, room = len(places), self.rooms[layers[0]][0]
+        steps = self.lane[:rows] * (self.draft_loops if room.shape[0] > 1 else 0)
+        if self.compiled is not None:
+            return At(rows, steps, torch.tensor([-1 if place is None else place for place in places]))
         if places == [self.length - 1]:
             return At(1)
-        at, room = torch.tensor(places, device=self.lane.device), self.rooms[layers[0]][0]
-        steps, heads, capacity, _ = room.shape
-        first = at if steps == 1 else at + self.lane[: len(places)] * (self.draft_loops * heads * capacity)
-        index = first[:, None] + self.heads
-        mask = torch.zeros(len(places), self.length, dtype=room.dtype, device=at.device)
+        at = torch.tensor([self.nowhere if place is None else place for place in places], device=self.lane.device)
+        mask = torch.zeros(rows, self.length, dtype=room.dtype, device=at.device)
         mask.masked_fill_(self.visible[: self.length] > at[:, None], torch.finfo(room.dtype).min)
-        return At(len(places), index, mask[:, None, None])
+        return At(rows, (at + steps * self.step_size)[:, None] + self.heads, mask[:, None, None])
 
     def _run(
-        self, layers: list[int], states: torch.Tensor, at: "At", step: int = 0, inputs: torch.Tensor | None = None
+        self, layers: list[int], states: torch.Tensor, at: At, step: int = 0, inputs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The states [rows, 1, hidden] of tokens behind the layers. Of looped ones, with the `inputs` of their loop:
         the newest token is at this step, those behind it farther."""
-        rooms, compiled = [self.rooms[index] for index in layers], self.compiled
-        cache: ReservedRoom | RowsOfRooms
-        if at.index is None:
-            rooms = [(keys[step : step + 1], values[step : step + 1]) for keys, values in rooms]
-            if compiled is not None:
-                return compiled.stages[layers[0]](states, inputs, (rooms, self.length))
-            cache = ReservedRoom(rooms, self.length)
+        rooms, mask = [self.rooms[index] for index in layers], None
+        cache: RoomOfNewest | RoomsOfRows
+        if at.where is None:
+            newest = [(keys[step : step + 1], values[step : step + 1]) for keys, values in rooms]
+            cache = RoomOfNewest(newest, self.length)
+        elif self.compiled is not None:
+            group = None if inputs is None else 0
+            return self.compiled(layers, states, rooms, Rows(at.where + step, at.seen), group, inputs)[0]
         else:
-            of_rooms = (rooms, at.index + step * self.step_size, step, self.draft_loops, at.rows, self.length)
-            if compiled is not None and at.rows > 1:
-                return compiled.rows[layers[0]](states, inputs, of_rooms, at.mask)
-            cache = RowsOfRooms(*of_rooms)
+            where, mask = at.where + step * self.step_size, at.seen
+            cache = RoomsOfRows(rooms, where, step, self.draft_loops, self.length)
         if inputs is not None:
             states = self.base.loop_inputs[0](states, inputs)
         for layer in layers:
-            states = self.base.layers[layer](states, attention_mask=at.mask, past_key_values=cache, attend=self.attend)
+            states = self.base.layers[layer](states, attention_mask=mask, past_key_values=cache, attend=self.attend)
         return states
 
 

@@ -1,1 +1,0 @@
-../../recurrent_gpt2/compiled_decoding.py

@@ -1,0 +1,1 @@
+../../recurrent_gpt2/compiled_layers.py

@@ -1,0 +1,446 @@
+"""What `model.optimize_for_inference(compile=True)` adds: layers as one function in C, for few rows.
+
+A small model spends its time between operations, not in them. So one step through the layers of a stage is one call
+here, with the entry of the loop before it and the norms that exit rules compare behind it. The loop itself stays
+outside: another number of loops needs no other code, nor does a longer text.
+
+A row is a token at a place in a text, whose keys and values of all places before it are in a room [texts, heads,
+places, head_dim]. So decoding, a batch, a short prompt, those tokens of it that are still looping, and drafts at
+different steps are one thing. A row's result does not depend on what other rows there are. Where there are many,
+PyTorch's products on all cores are faster.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .active_tokens import ActiveTokens, LoopState
+from .exit_policies import AccelerationExit, Policy, StepNormExit
+from .fast_layers import KeptLinear, LeanRMSNorm, PackedLinear
+
+MOST_ROWS = 32  # beyond, products on two cores are faster
+
+SOURCE = r"""
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+typedef float vec __attribute__((vector_size(BYTES), aligned(4)));
+// A tile of a product, whose sums fill about half of the registers.
+enum { LANES = BYTES / 4, TALL = 4, WIDE = BYTES == 64 ? 4 : 2 };
+
+typedef struct { const float *matrix, *bias; int64_t in, out; } Linear;      // matrix [in, out]; no bias: NULL
+typedef struct { const float *scale, *shift; float factor, least; int64_t centred; } Norm;  // no norm: scale is NULL
+typedef struct { Linear qkv, out, up, down; Norm before_attention, after_attention, before_mlp, after_mlp; } Layer;
+typedef struct { float *keys, *values; int64_t places; } Room;               // [texts, heads, places, size] each
+typedef struct { int64_t of_change, relative_to, patience, min_loops; float threshold; } Rule;
+
+static inline __attribute__((always_inline)) void
+tile(const float *x, const Linear *linear, int64_t column, float *y, const int rows, const int wide) {
+    vec sums[TALL][WIDE];
+    const float *w = linear->matrix + column;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < wide; c++)
+            sums[r][c] = linear->bias ? *(const vec *)(linear->bias + column + c * LANES) : (vec){0};
+    for (int64_t i = 0; i < linear->in; i++, w += linear->out)
+        for (int c = 0; c < wide; c++) {
+            vec weights = *(const vec *)(w + c * LANES);
+            for (int r = 0; r < rows; r++) sums[r][c] += x[r * linear->in + i] * weights;
+        }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < wide; c++) *(vec *)(y + r * linear->out + column + c * LANES) = sums[r][c];
+}
+
+static void multiply(const float *x, const Linear *linear, float *y, int64_t rows) {
+    const int64_t in = linear->in, out = linear->out;
+    for (int64_t r = 0; r < rows; r += TALL, x += TALL * in, y += TALL * out) {
+        int64_t c = 0;
+        for (; c + WIDE * LANES <= out; c += WIDE * LANES)
+            switch (rows - r) {
+                case 1: tile(x, linear, c, y, 1, WIDE); break;
+                case 2: tile(x, linear, c, y, 2, WIDE); break;
+                case 3: tile(x, linear, c, y, 3, WIDE); break;
+                default: tile(x, linear, c, y, 4, WIDE);
+            }
+        for (int64_t row = 0; row < TALL && r + row < rows; row++) {  // what is left of the columns
+            int64_t rest = c;
+            for (; rest + LANES <= out; rest += LANES) tile(x + row * in, linear, rest, y + row * out, 1, 1);
+            for (; rest < out; rest++) {
+                float sum = linear->bias ? linear->bias[rest] : 0;
+                for (int64_t i = 0; i < in; i++) sum += x[row * in + i] * linear->matrix[i * out + rest];
+                y[row * out + rest] = sum;
+            }
+        }
+    }
+}
+
+static void normalise(const float *x, const Norm *norm, float *y, int64_t rows, int64_t width) {
+    for (int64_t r = 0; r < rows; r++, x += width, y += width) {
+        if (!norm->scale) {
+            if (x != y) memcpy(y, x, width * sizeof(float));
+            continue;
+        }
+        float mean = 0, sum = norm->least;
+        if (norm->centred) {
+            for (int64_t i = 0; i < width; i++) mean += x[i];
+            mean /= width;
+        }
+        for (int64_t i = 0; i < width; i++) sum += (x[i] - mean) * (x[i] - mean);
+        float factor = norm->factor / sqrtf(sum);
+        for (int64_t i = 0; i < width; i++) y[i] = (x[i] - mean) * factor * norm->scale[i];
+        if (norm->shift)
+            for (int64_t i = 0; i < width; i++) y[i] += norm->shift[i];
+    }
+}
+
+static void attend(const float *query, const float *keys, const float *values, float *y, float *shares,
+                   int64_t places, int64_t size) {
+    float factor = 1 / sqrtf(size), largest = -INFINITY, sum = 0;
+    for (int64_t t = 0; t < places; t++) {
+        float product = 0;
+        for (int64_t i = 0; i < size; i++) product += query[i] * keys[t * size + i];
+        shares[t] = product * factor;
+        largest = fmaxf(largest, shares[t]);
+    }
+    for (int64_t t = 0; t < places; t++) shares[t] = expf(shares[t] - largest);
+    for (int64_t t = 0; t < places; t++) sum += shares[t];
+    for (int64_t i = 0; i < size; i++) y[i] = 0;
+    for (int64_t t = 0; t < places; t++)
+        for (int64_t i = 0; i < size; i++) y[i] += shares[t] * values[t * size + i];
+    for (int64_t i = 0; i < size; i++) y[i] /= sum;
+}
+
+static void activate(float *x, int64_t n, int64_t kind) {
+    if (kind == 0) for (int64_t i = 0; i < n; i++) x[i] = x[i] / (1 + expf(-x[i]));                       // silu
+    if (kind == 1) for (int64_t i = 0; i < n; i++)                                                        // gelu_new
+        x[i] = 0.5f * x[i] * (1 + tanhf(0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+    if (kind == 2) for (int64_t i = 0; i < n; i++) x[i] = 0.5f * x[i] * (1 + erff(0.7071067812f * x[i]));  // gelu
+    if (kind == 3) for (int64_t i = 0; i < n; i++) x[i] = fmaxf(x[i], 0);                                 // relu
+}
+
+static void add(float *x, const float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] += y[i];
+}
+
+static void apply(const Layer *layer, const Room *room, float *state, int64_t rows, const int64_t *text,
+                  const int64_t *place, int64_t heads, int64_t activation, float *normed, float *wide, float *shares) {
+    int64_t width = layer->qkv.in, size = width / heads;
+    normalise(state, &layer->before_attention, normed, rows, width);
+    multiply(normed, &layer->qkv, wide, rows);
+    for (int pass = 0; pass < 2; pass++)  // keys and values of all rows first, since rows of a text see each other
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t h = 0; h < heads; h++) {
+                if (place[r] < 0) continue;
+                int64_t first = (text[r] * heads + h) * room->places * size, here = first + place[r] * size;
+                float *query = wide + r * 3 * width + h * size;
+                if (pass == 0) {
+                    memcpy(room->keys + here, query + width, size * sizeof(float));
+                    memcpy(room->values + here, query + 2 * width, size * sizeof(float));
+                } else {
+                    attend(query, room->keys + first, room->values + first, normed + r * width + h * size, shares,
+                           place[r] + 1, size);
+                }
+            }
+    multiply(normed, &layer->out, wide, rows);
+    add(state, wide, rows * width);
+    normalise(state, &layer->after_attention, state, rows, width);
+    normalise(state, &layer->before_mlp, normed, rows, width);
+    multiply(normed, &layer->up, wide, rows);
+    activate(wide, rows * layer->up.out, activation);
+    multiply(wide, &layer->down, normed, rows);
+    add(state, normed, rows * width);
+    normalise(state, &layer->after_mlp, state, rows, width);
+}
+
+// Which rows leave. `update` [rows, width] holds D(k-1) before and D(k) after, `hits` those in a row.
+static int64_t judge(const Rule *rule, const float *before, const float *state, int64_t rows, int64_t width,
+                     int64_t step, float *update, int64_t *hits, uint8_t *leaves) {
+    int64_t leaving = 0;
+    for (int64_t r = 0; r < rows; r++, before += width, state += width, update += width) {
+        float of_update = 0, of_previous = 0, of_change = 0, of_state = 0;
+        for (int64_t i = 0; i < width; i++) {
+            float now = state[i] - before[i], change = now - update[i];
+            of_previous += update[i] * update[i];
+            of_update += now * now;
+            of_change += change * change;
+            of_state += state[i] * state[i];
+            update[i] = now;
+        }
+        float measure = sqrtf(rule->of_change ? of_change : of_update);
+        if (rule->relative_to == 1) measure /= sqrtf(of_state);
+        if (rule->relative_to == 2) measure /= fmaxf(sqrtf(of_update) + sqrtf(of_previous), FLT_MIN);
+        int is_hit = measure < rule->threshold && !(rule->of_change && step == 0);
+        hits[r] = is_hit ? hits[r] + 1 : 0;
+        leaves[r] = hits[r] >= rule->patience && step + 1 >= rule->min_loops;
+        leaving += leaves[r];
+    }
+    return leaving;
+}
+
+// A step: [rows, width] before to after. Gives the number of rows that leave, or -1 where there is no memory.
+int64_t take_step(const Layer *layers, int64_t count, const Linear *entry, const float *before, const float *input,
+                  float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms,
+                  int64_t heads, int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits,
+                  uint8_t *leaves) {
+    int64_t width = layers->qkv.in, inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
+    float *normed = malloc((rows * (width + inner) + rooms->places) * sizeof(float));
+    if (!normed) return -1;
+    float *wide = normed + rows * width, *shares = wide + rows * inner;
+    if (entry) {
+        multiply(before, entry, state, rows);
+        add(state, input, rows * width);
+    } else {
+        memcpy(state, before, rows * width * sizeof(float));
+    }
+    for (int64_t i = 0; i < count; i++)
+        apply(layers + i, rooms + i, state, rows, text, place, heads, activation, normed, wide, shares);
+    free(normed);
+    return rule ? judge(rule, before, state, rows, width, step, update, hits, leaves) : 0;
+}
+"""
+
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3}
+RELATIVE_TO = {"none": 0, "state": 1, "step": 2}
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [
+        ("matrix", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("in_", ctypes.c_int64), ("out", ctypes.c_int64)
+    ]  # fmt: skip
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [
+        ("scale", ctypes.c_void_p), ("shift", ctypes.c_void_p), ("factor", ctypes.c_float), ("least", ctypes.c_float),
+        ("centred", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "out", "up", "down")),
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+    ]
+
+
+class Room(ctypes.Structure):
+    _fields_ = [("keys", ctypes.c_void_p), ("values", ctypes.c_void_p), ("places", ctypes.c_int64)]
+
+
+class Rule(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("of_change", "relative_to", "patience", "min_loops")),
+        ("threshold", ctypes.c_float),
+    ]
+
+
+@lru_cache
+def compiled_library() -> ctypes.CDLL:
+    """The source above for the processor of this machine, once a process: half a second."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise RuntimeError("`compile=True` needs a C compiler, and none of cc, gcc, clang was found: install one, or "
+                           "name one in the environment variable CC.")  # fmt: skip
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        source, made, library = (Path(folder, f"layers.{ending}") for ending in ("c", "o", "so"))
+        source.write_text(SOURCE)
+        # Linked without -ffast-math, which would change how the whole process rounds.
+        fast = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-c", str(source), "-o", str(made)]
+        link = ["-shared", str(made), "-o", str(library), "-lm"]
+        if _run([*compiler.split(), "-march=native", *fast]):  # which not every compiler knows
+            _check([*compiler.split(), *fast])
+        _check([*compiler.split(), *link])
+        return ctypes.CDLL(str(library))
+
+
+def _run(command: list[str]) -> str:
+    """What went wrong, or nothing."""
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return "" if finished.returncode == 0 else finished.stderr or f"it ended with {finished.returncode}"
+
+
+def _check(command: list[str]) -> None:
+    if problem := _run(command):
+        raise RuntimeError(f"`compile=True`: the C compiler {command[0]!r} failed: {problem.strip()[:500]}")
+
+
+def why_not(base: Any) -> str:
+    """What about the layers of a model, whose weights have been given up, is not known here; or nothing."""
+    modules = list(base.layers.modules())
+    if any(isinstance(module, PackedLinear) for module in modules):
+        return "the model is so large that its matrices are packed"
+    if any(type(module) in (nn.Linear, nn.RMSNorm) for module in modules):
+        return "layers have hooks"
+    if base.config.hidden_act not in ACTIVATIONS:
+        return f"`hidden_act` {base.config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
+    if base.config.loop_noise > 0 or base.config._attn_implementation != "sdpa":
+        return "that is for models with `sdpa` attention and without `loop_noise`"
+    return ""
+
+
+class Rows:
+    """Where rows are: each in a text of the rooms, at a place of it; below 0, it is in none."""
+
+    def __init__(self, texts: torch.Tensor | Any, places: torch.Tensor | Any):
+        self.texts, self.places = texts, places  # which must live as long as what points to them
+        is_tensor = isinstance(texts, torch.Tensor)
+        self.pointers = (texts.data_ptr(), places.data_ptr()) if is_tensor else (texts, places)
+
+    @classmethod
+    def single(cls, place: int) -> "Rows":
+        """One, of the only text."""
+        return cls((ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(place))
+
+
+class CompiledLayers:
+    """The layers of a base model, whose weights have been given up."""
+
+    def __init__(self, base: Any):
+        self.base, self.heads = base, base.config.num_attention_heads
+        self.activation = ACTIVATIONS[base.config.hidden_act]
+        self.layers = (Layer * len(base.layers))(*map(_layer, base.layers))
+        self.entries = [_linear(entry.state_proj) for entry in base.loop_inputs]
+        self.take = compiled_library().take_step
+        self.take.restype = ctypes.c_int64
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.take.argtypes = [
+            pointer, number, pointer, pointer, pointer, pointer, number, pointer, pointer, pointer, number, number,
+            pointer, number, pointer, pointer, pointer,
+        ]  # fmt: skip
+
+    def in_pass(self, chunk: torch.Tensor, cache: Any) -> "CompiledPass | None":
+        """For a pass over a chunk [batch, length, hidden] without padding, if it is one of these."""
+        is_ours = cache is not None and not cache.is_compileable  # and not a static one
+        return CompiledPass(self, cache, chunk) if is_ours and not torch.is_grad_enabled() else None
+
+    def __call__(
+        self,
+        layers: list[int],
+        state: torch.Tensor,
+        rooms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rows: Rows,
+        group: int | None = None,
+        projected_input: torch.Tensor | None = None,
+        judging: tuple = (None, 0, None, None, None),
+    ) -> tuple[torch.Tensor, int]:
+        """The state behind the layers, with the entry of a loop before them if a group is named, and how many rows
+        leave: see `take_step` for how they are judged."""
+        state, after = state.contiguous(), torch.empty_like(state, memory_format=torch.contiguous_format)
+        count, width = len(layers), state.shape[-1]
+        of_rooms = (Room * count)(*(Room(keys.data_ptr(), values.data_ptr(), keys.shape[2]) for keys, values in rooms))
+        entry, inputs = None, None
+        if group is not None and projected_input is not None:
+            projected_input = projected_input.contiguous()
+            entry, inputs = ctypes.byref(self.entries[group]), projected_input.data_ptr()
+        leaving = self.take(
+            ctypes.byref(self.layers, layers[0] * ctypes.sizeof(Layer)), count, entry, state.data_ptr(), inputs,
+            after.data_ptr(), state.numel() // width, *rows.pointers, of_rooms, self.heads, self.activation, *judging,
+        )  # fmt: skip
+        if leaving < 0:
+            raise MemoryError("there is no memory for a step of compiled layers.")
+        return after, leaving
+
+
+class CompiledPass:
+    """The layers in one pass over a chunk [batch, length] without padding, for what is there when it begins."""
+
+    def __init__(self, layers: CompiledLayers, cache: Any, chunk: torch.Tensor):
+        self.layers, self.cache = layers, cache
+        self.batch, self.length, width = chunk.shape
+        self.start = cache.get_seq_length()
+        self.like = chunk.new_empty(self.batch, layers.heads, 0, width // layers.heads)
+
+    def takes(self, state: torch.Tensor) -> bool:
+        return state.shape[0] * state.shape[1] <= MOST_ROWS
+
+    def run_layers(self, layers: list[int], state: torch.Tensor) -> torch.Tensor:
+        """A stage of layers that are applied once."""
+        return self.layers(layers, state, self._rooms(layers), self._rows(None))[0]
+
+    def next_state(self, loop: LoopState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The state after a step, and which tokens leave by the rule that is known here; None: none, or no rule is."""
+        layers, rows = loop.layers, self._rows(loop.active)
+        rooms = self._rooms(layers, loop)
+        if loop.rule is None:
+            return self.layers(layers, loop.state, rooms, rows, loop.group, loop.projected_input)[0], None
+        width = loop.state.shape[-1]
+        count = loop.state.numel() // width
+        if loop.previous_update is None:
+            loop.previous_update = torch.zeros(count, width)
+        hits = loop.memory.get("hits_in_a_row")
+        if hits is None:
+            hits = loop.memory["hits_in_a_row"] = torch.zeros(count, dtype=torch.long)
+        exits = torch.empty(count, dtype=torch.bool)
+        judging = (
+            ctypes.byref(loop.rule), loop.steps, loop.previous_update.data_ptr(), hits.data_ptr(), exits.data_ptr()
+        )  # fmt: skip
+        state, leaving = self.layers(layers, loop.state, rooms, rows, loop.group, loop.projected_input, judging)
+        return state, exits if leaving else None
+
+    def _rooms(self, layers: list[int], loop: LoopState | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        step, some_left = (0, False) if loop is None else (loop.steps, loop.active is not None)
+        return [self.cache.layers[index].reserve_next(self.length, self.like, step, some_left) for index in layers]
+
+    def _rows(self, active: ActiveTokens | None) -> Rows:
+        return self._all_rows if active is None else Rows(active.rows, active.columns + self.start)
+
+    @cached_property
+    def _all_rows(self) -> Rows:
+        if self.batch == self.length == 1:
+            return Rows.single(self.start)
+        rows = torch.arange(self.batch * self.length)
+        return Rows(rows // self.length, rows % self.length + self.start)
+
+
+def rule_of(policy: Policy | None) -> Rule | None:
+    """A policy as it is known here."""
+    if type(policy) not in (StepNormExit, AccelerationExit):
+        return None
+    known: Any = policy
+    return Rule(
+        type(policy) is AccelerationExit, RELATIVE_TO[known.normalize], known.patience, known.min_loops, known.threshold
+    )
+
+
+def _linear(linear: KeptLinear) -> Linear:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return Linear(linear._kept.data_ptr(), bias, linear.in_features, linear.out_features)
+
+
+def _norm(norm: nn.Module) -> Norm:
+    if isinstance(norm, LeanRMSNorm):
+        return Norm(norm._scaled.data_ptr(), None, 1, float(norm._least) ** 2, 0)
+    if isinstance(norm, nn.LayerNorm):
+        (width,) = norm.normalized_shape
+        return Norm(norm.weight.data_ptr(), norm.bias.data_ptr(), width**0.5, width * norm.eps, 1)
+    return Norm()  # there is none
+
+
+def _layer(block: Any) -> Layer:
+    attention, mlp = block.attention, block.mlp
+    return Layer(
+        *map(_linear, (attention.qkv_proj, attention.o_proj, mlp.up_proj, mlp.down_proj)),
+        *map(_norm, (block.attention_input_norm, block.attention_output_norm, block.mlp_input_norm,
+                     block.mlp_output_norm)),
+    )  # fmt: skip

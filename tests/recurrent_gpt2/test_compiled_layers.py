@@ -1,0 +1,206 @@
+"""`optimize_for_inference(compile=True)`: layers in C give what stock layers give, whatever the loops and the rows."""
+
+import copy
+
+import peft
+import pytest
+import torch
+
+from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM, compiled_layers
+from tests.helpers import random_ids, tiny_model
+
+SETTINGS = {"num_hidden_layers": 4, "loop_groups": [[1, 2]], "max_position_embeddings": 160}
+POLICY = {"name": "step_norm", "normalize": "state", "threshold": 0.3}
+GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+LIKE_GPT2 = {"norm": "layer_norm", "output_norms": False, "use_bias": True}
+
+
+def pair(**settings) -> tuple[RecurrentGPT2ForCausalLM, RecurrentGPT2ForCausalLM]:
+    """A model, and the same compiled. What biases and norms have is random too."""
+    models = []
+    for _ in range(2):
+        model = tiny_model(0.3, **{**SETTINGS, **settings})
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        models.append(model)
+    return models[0], models[1].optimize_for_inference(compile=True)
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[RecurrentGPT2ForCausalLM, RecurrentGPT2ForCausalLM]:
+    return pair()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """The rows of every call of compiled code."""
+    rows, call = [], compiled_layers.CompiledLayers.__call__
+
+    def counted(self, layers, state, *args, **kwargs):
+        rows.append(state.shape[0] * state.shape[1])
+        return call(self, layers, state, *args, **kwargs)
+
+    monkeypatch.setattr(compiled_layers.CompiledLayers, "__call__", counted)
+    return rows
+
+
+def assert_same(stock, compiled, ids: torch.Tensor, chunks: list[int], **loops) -> None:
+    """One stock pass is compiled ones over chunks, which then go on by single tokens."""
+    expected, cache = stock(ids, **loops), LoopCache(compiled.config, loops.pop("cache_strategy", None))
+    sizes = chunks + [1] * (ids.shape[1] - sum(chunks))
+    outputs = [compiled(chunk, past_key_values=cache, use_cache=True, **loops) for chunk in ids.split(sizes, dim=1)]
+    logits = torch.cat([output.logits for output in outputs], 1)
+    torch.testing.assert_close(logits, expected.logits, atol=1e-3, rtol=1e-3)
+    assert torch.equal(torch.cat([output.loop_steps for output in outputs], 1), expected.loop_steps)
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+@pytest.mark.parametrize(
+    "loops", [{}, {"num_loops": 1}, {"num_loops": 9}, {"exit_policy": POLICY}, {"exit_policy": POLICY, "num_loops": 12}]
+)
+def test_decoding_is_one_pass(models, loops, inference_mode, calls):
+    """A text that outgrows the room of its cache."""
+    with torch.inference_mode(inference_mode), torch.no_grad():
+        assert_same(*models, random_ids(1, 150), [40], **loops)
+        assert set(calls) >= {1}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "step_norm", "threshold": 4.0},
+        {"name": "step_norm", "normalize": "state", "threshold": 0.4, "patience": 2, "min_loops": 3},
+        {"name": "step_norm", "normalize": "state", "threshold": 0.6, "patience": 3},
+        {"name": "acceleration", "threshold": 6.0},
+        {"name": "acceleration", "normalize": "state", "threshold": 0.7, "patience": 1},
+        {"name": "acceleration", "normalize": "step", "threshold": 0.75, "min_loops": 5},
+        {"name": "kl", "threshold": 0.3},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_rules_fire_when_they_should(models, policy, calls):
+    """In batches and short prompts too, of which some tokens leave before others."""
+    ids = random_ids(2, 26)
+    steps = models[0](ids, exit_policy=policy, num_loops=9).loop_steps
+    assert len(steps.unique()) > 1, steps.unique()
+    for chunks in ([12], [24], []):
+        calls.clear()
+        assert_same(*models, ids, chunks, exit_policy=policy, num_loops=9)
+        assert max(calls) <= compiled_layers.MOST_ROWS
+        assert set(calls) - {2, 2 * sum(chunks)}  # some tokens went on without others
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loop_groups": [[0], [1, 2], [3]], "state_init": "zeros"},
+        {"loop_groups": [], "hidden_act": "relu"},
+        {"hidden_size": 36, "num_attention_heads": 6, "intermediate_size": 50},  # not what a product takes at once
+        {**LIKE_GPT2, "hidden_act": "gelu_new"},
+        {**LIKE_GPT2, "hidden_act": "gelu", "output_norms": True, "cache_strategy": "last_step"},
+        {"hidden_size": 132, "num_attention_heads": 1, "state_init": "input"},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_models_of_all_kinds_are_the_same(settings, calls):
+    stock, compiled = pair(**settings)
+    policy = {"exit_policy": POLICY} if stock.config.loop_groups else {}
+    for rows in (1, 3):
+        ids = random_ids(rows, 12)
+        if stock.config.cache_strategy == "per_step":
+            for loops in ({}, policy):
+                assert_same(stock, compiled, ids, [5 if rows == 1 else 8], **loops)
+        generated = [model.generate(ids, **GREEDY) for model in (stock, compiled)]
+        assert torch.equal(*generated)
+    assert calls
+
+
+def test_compiled_code_is_what_runs(models, monkeypatch):
+    called, layer = [], models[1].model.layers[1]
+    monkeypatch.setattr(type(layer), "forward", lambda *args, **kwargs: called.append(1))
+    with torch.no_grad():
+        models[1](random_ids(1, compiled_layers.MOST_ROWS), use_cache=True)
+    assert not called
+
+
+@pytest.mark.parametrize("arguments", [{}, {"cache_strategy": "last_step"}, {"exit_policy": POLICY}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generated_tokens_are_the_same(models, arguments, rows):
+    stock, compiled = models
+    ids, mask = random_ids(rows, 6), torch.ones(rows, 6, dtype=torch.long)
+    mask[0, :2] = 0  # padding, too
+    for given in (torch.ones_like(mask), mask):
+        expected = stock.generate(ids, attention_mask=given, **GREEDY, **arguments)
+        assert torch.equal(compiled.generate(ids, attention_mask=given, **GREEDY, **arguments), expected)
+
+
+def test_drafts_beams_and_recorded_states_are_the_same(models, calls):
+    (stock, compiled), ids = models, random_ids(1, 6)
+    for draft, full in ((1, None), (2, None), (3, 4), (1, 12)):
+        drafted = compiled.generate(ids, assistant_model=compiled.draft(draft), num_loops=full, **GREEDY)
+        assert torch.equal(drafted, stock.generate(ids, num_loops=full, **GREEDY)), (draft, full)
+        assert max(calls) > 1  # drafts at different steps
+        calls.clear()
+    drafted = compiled.generate(ids, assistant_model=compiled.draft(2, num_tokens=3), **GREEDY)
+    assert torch.equal(drafted, stock.generate(ids, **GREEDY))
+    assert torch.equal(compiled.generate(ids, num_beams=3, **GREEDY), stock.generate(ids, num_beams=3, **GREEDY))
+    with torch.no_grad():
+        for model in models:
+            past = model(ids, use_cache=True).past_key_values
+            states = model(ids[:, :1], past_key_values=past, use_cache=True, output_hidden_states=True).hidden_states
+            assert len(states) >= 2 + 5  # of every application of a layer
+
+
+@torch.no_grad()
+def test_trajectories_are_the_same(models):
+    found = [
+        model(random_ids(2, 7), use_cache=True, output_loop_trajectory=True, exit_policy=POLICY).loop_trajectory[0]
+        for model in models
+    ]
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+def test_what_compiled_code_would_not_know_of_is_refused(models):
+    with pytest.raises(RuntimeError, match="load it again"):
+        copy.deepcopy(models[1])
+    for targets in ("all-linear", ["o_proj"]):
+        with pytest.raises(RuntimeError, match="load it again"):
+            peft.get_peft_model(models[1], peft.LoraConfig(target_modules=targets))
+
+
+def test_where_layers_stay_as_they_are_it_says_why(caplog):
+    for settings, reason in (
+        ({"hidden_size": 256, "num_hidden_layers": 1, "loop_groups": []}, "its matrices are packed"),
+        ({"loop_noise": 0.1}, "without `loop_noise`"),
+        ({"hidden_act": "tanh"}, "'tanh' is not one of silu"),
+    ):
+        caplog.clear()
+        model = tiny_model(**{**SETTINGS, **settings}).optimize_for_inference(compile=True)
+        assert model.model.compiled_layers is None
+        assert reason in caplog.text
+    hooked = tiny_model(**SETTINGS)
+    hooked.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert hooked.optimize_for_inference(compile=True).model.compiled_layers is None
+
+
+def test_a_compiler_that_fails_is_named_and_nothing_is_given_up(monkeypatch):
+    model = tiny_model(**SETTINGS)
+    compiled_layers.compiled_library.cache_clear()
+    for compiler, message in (("false", "'false' failed"), ("no-such-compiler", "'no-such-compiler' failed")):
+        monkeypatch.setenv("CC", compiler)
+        with pytest.raises(RuntimeError, match=message):
+            model.optimize_for_inference(compile=True)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="needs a C compiler"):
+        model.optimize_for_inference(compile=True)
+    assert not model.is_optimized
+    model(random_ids(1, 3)).logits.sum().backward()
+
+
+def test_how_the_process_rounds_is_left_alone(models):
+    assert torch.tensor(1e-40) * 1.5 > 0  # a library that was linked for fast mathematics flushes such numbers to zero
