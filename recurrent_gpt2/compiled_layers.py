@@ -6,7 +6,7 @@ outside: another number of loops needs no other code, nor does a longer text.
 
 A row is a token at a place in a text, whose keys and values of all places before it are in a room [texts, heads,
 places, head_dim]. So decoding, a batch, a short prompt, those tokens of it that are still looping, and drafts at
-different steps are one thing. A row's result does not depend on what other rows there are. Where there are many,
+different steps are one thing, and a row's result does not depend on what other rows there are. Where there are many,
 PyTorch's products on all cores are faster.
 """
 
@@ -27,7 +27,7 @@ from .active_tokens import ActiveTokens, LoopState
 from .exit_policies import AccelerationExit, Policy, StepNormExit
 from .fast_layers import KeptLinear, LeanRMSNorm, PackedLinear
 
-MOST_ROWS = 32  # beyond, products on two cores are faster
+MOST_ROWS = 64  # beyond about 90, products on two cores are faster
 
 SOURCE = r"""
 #include <float.h>
@@ -170,9 +170,9 @@ static void apply(const Layer *layer, const Room *room, float *state, int64_t ro
     normalise(state, &layer->after_mlp, state, rows, width);
 }
 
-// Which rows leave. `update` [rows, width] holds D(k-1) before and D(k) after, `hits` those in a row.
+// How many rows leave: those with enough hits in a row. `update` [rows, width] holds D(k-1) before and D(k) after.
 static int64_t judge(const Rule *rule, const float *before, const float *state, int64_t rows, int64_t width,
-                     int64_t step, float *update, int64_t *hits, uint8_t *leaves) {
+                     int64_t step, float *update, int64_t *hits) {
     int64_t leaving = 0;
     for (int64_t r = 0; r < rows; r++, before += width, state += width, update += width) {
         float of_update = 0, of_previous = 0, of_change = 0, of_state = 0;
@@ -189,8 +189,7 @@ static int64_t judge(const Rule *rule, const float *before, const float *state, 
         if (rule->relative_to == 2) measure /= fmaxf(sqrtf(of_update) + sqrtf(of_previous), FLT_MIN);
         int is_hit = measure < rule->threshold && !(rule->of_change && step == 0);
         hits[r] = is_hit ? hits[r] + 1 : 0;
-        leaves[r] = hits[r] >= rule->patience && step + 1 >= rule->min_loops;
-        leaving += leaves[r];
+        leaving += hits[r] >= rule->patience && step + 1 >= rule->min_loops;
     }
     return leaving;
 }
@@ -198,8 +197,7 @@ static int64_t judge(const Rule *rule, const float *before, const float *state, 
 // A step: [rows, width] before to after. Gives the number of rows that leave, or -1 where there is no memory.
 int64_t take_step(const Layer *layers, int64_t count, const Linear *entry, const float *before, const float *input,
                   float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms,
-                  int64_t heads, int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits,
-                  uint8_t *leaves) {
+                  int64_t heads, int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits) {
     int64_t width = layers->qkv.in, inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
     float *normed = malloc((rows * (width + inner) + rooms->places) * sizeof(float));
     if (!normed) return -1;
@@ -213,7 +211,7 @@ int64_t take_step(const Layer *layers, int64_t count, const Linear *entry, const
     for (int64_t i = 0; i < count; i++)
         apply(layers + i, rooms + i, state, rows, text, place, heads, activation, normed, wide, shares);
     free(normed);
-    return rule ? judge(rule, before, state, rows, width, step, update, hits, leaves) : 0;
+    return rule ? judge(rule, before, state, rows, width, step, update, hits) : 0;
 }
 """
 
@@ -287,7 +285,7 @@ def _check(command: list[str]) -> None:
 
 def why_not(base: Any) -> str:
     """What about the layers of a model, whose weights have been given up, is not known here; or nothing."""
-    modules = list(base.layers.modules())
+    modules = [*base.layers.modules(), *base.loop_inputs.modules()]
     if any(isinstance(module, PackedLinear) for module in modules):
         return "the model is so large that its matrices are packed"
     if any(type(module) in (nn.Linear, nn.RMSNorm) for module in modules):
@@ -317,7 +315,8 @@ class CompiledLayers:
     """The layers of a base model, whose weights have been given up."""
 
     def __init__(self, base: Any):
-        self.base, self.heads = base, base.config.num_attention_heads
+        self.heads = base.config.num_attention_heads
+        self.kept_alive = base, [parameter.detach() for parameter in base.parameters()]  # what pointers lead to
         self.activation = ACTIVATIONS[base.config.hidden_act]
         self.layers = (Layer * len(base.layers))(*map(_layer, base.layers))
         self.entries = [_linear(entry.state_proj) for entry in base.loop_inputs]
@@ -326,7 +325,7 @@ class CompiledLayers:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.take.argtypes = [
             pointer, number, pointer, pointer, pointer, pointer, number, pointer, pointer, pointer, number, number,
-            pointer, number, pointer, pointer, pointer,
+            pointer, number, pointer, pointer,
         ]  # fmt: skip
 
     def in_pass(self, chunk: torch.Tensor, cache: Any) -> "CompiledPass | None":
@@ -342,11 +341,12 @@ class CompiledLayers:
         rows: Rows,
         group: int | None = None,
         projected_input: torch.Tensor | None = None,
-        judging: tuple = (None, 0, None, None, None),
+        judging: tuple = (None, 0, None, None),
     ) -> tuple[torch.Tensor, int]:
         """The state behind the layers, with the entry of a loop before them if a group is named, and how many rows
         leave: see `take_step` for how they are judged."""
-        state, after = state.contiguous(), torch.empty_like(state, memory_format=torch.contiguous_format)
+        state = state.contiguous()
+        after = torch.empty_like(state)
         count, width = len(layers), state.shape[-1]
         of_rooms = (Room * count)(*(Room(keys.data_ptr(), values.data_ptr(), keys.shape[2]) for keys, values in rooms))
         entry, inputs = None, None
@@ -391,12 +391,9 @@ class CompiledPass:
         hits = loop.memory.get("hits_in_a_row")
         if hits is None:
             hits = loop.memory["hits_in_a_row"] = torch.zeros(count, dtype=torch.long)
-        exits = torch.empty(count, dtype=torch.bool)
-        judging = (
-            ctypes.byref(loop.rule), loop.steps, loop.previous_update.data_ptr(), hits.data_ptr(), exits.data_ptr()
-        )  # fmt: skip
+        judging = (ctypes.byref(loop.rule), loop.steps, loop.previous_update.data_ptr(), hits.data_ptr())
         state, leaving = self.layers(layers, loop.state, rooms, rows, loop.group, loop.projected_input, judging)
-        return state, exits if leaving else None
+        return state, hits >= loop.rule.patience if leaving else None
 
     def _rooms(self, layers: list[int], loop: LoopState | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         step, some_left = (0, False) if loop is None else (loop.steps, loop.active is not None)

@@ -61,7 +61,7 @@ class Slot(DynamicLayer):
         is_read_only = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()
         if room is None or room[0].shape[2] < end or is_read_only:
             room = self._room = self._make_room(start, end, like)
-        self.keys, self.values = room[0][:, :, :end], room[1][:, :, :end]
+        self.keys, self.values = room[0].narrow(2, 0, end), room[1].narrow(2, 0, end)
         return room
 
     def reserve_next(

@@ -499,6 +499,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         super()._apply(fn, *args, **kwargs)
         if not self.start_noise.is_meta:  # `to_empty` leaves it unfilled
             self.start_noise.copy_(self.make_start_noise())
+        if self.compiled_layers is not None:  # `share_memory` moves weights
+            self.compiled_layers = CompiledLayers(self)
         return self
 
     @merge_with_config_defaults

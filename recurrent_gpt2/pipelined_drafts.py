@@ -104,6 +104,7 @@ class Pipeline:
         self.cache, self.length = cache, cache.get_seq_length()
         layers, self.looped = list(range(len(cache.layers))), self.base.config.loop_groups[0]
         self.before, self.after = layers[: self.looped[0]], layers[self.looped[-1] + 1 :]
+        self.blocks = list(self.base.layers)  # found faster in a list
         self.attend, self.compiled = self.base.attention_kernel(), self.base.compiled_layers
         # One place more than there are tokens: what gaps write goes there.
         self.nowhere = capacity
@@ -205,7 +206,7 @@ class Pipeline:
         if inputs is not None:
             states = self.base.loop_inputs[0](states, inputs)
         for layer in layers:
-            states = self.base.layers[layer](states, attention_mask=mask, past_key_values=cache, attend=self.attend)
+            states = self.blocks[layer](states, attention_mask=mask, past_key_values=cache, attend=self.attend)
         return states
 
 

@@ -80,17 +80,38 @@ def test_decoding_is_one_pass(models, loops, inference_mode, calls):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("most_rows", [10, 64])
 @torch.no_grad()
-def test_rules_fire_when_they_should(models, policy, calls):
-    """In batches and short prompts too, of which some tokens leave before others."""
+def test_rules_fire_when_they_should(models, policy, most_rows, calls, monkeypatch):
+    """In batches and prompts too, of which some tokens leave before others: where they are many, compiled code goes on
+    with the last of them."""
+    monkeypatch.setattr(compiled_layers, "MOST_ROWS", most_rows)
     ids = random_ids(2, 26)
     steps = models[0](ids, exit_policy=policy, num_loops=9).loop_steps
     assert len(steps.unique()) > 1, steps.unique()
     for chunks in ([12], [24], []):
         calls.clear()
         assert_same(*models, ids, chunks, exit_policy=policy, num_loops=9)
-        assert max(calls) <= compiled_layers.MOST_ROWS
+        assert max(calls) <= most_rows
         assert set(calls) - {2, 2 * sum(chunks)}  # some tokens went on without others
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "first"),
+    [
+        ("step_norm", {}, 1),
+        ("step_norm", {"patience": 3}, 3),
+        ("acceleration", {"patience": 1}, 2),
+        ("acceleration", {}, 3),
+        ("acceleration", {"min_loops": 5}, 5),
+    ],
+)
+@torch.no_grad()
+def test_rules_first_fire_when_they_can(models, name, settings, first):
+    policy = {"name": name, "threshold": 1e6, **settings}
+    for model in models:
+        steps = model(random_ids(1, 3), use_cache=True, exit_policy=policy, num_loops=9).loop_steps
+        assert steps.unique().tolist() == [first]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +183,16 @@ def test_trajectories_are_the_same(models):
         for model in models
     ]
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_weights_that_are_moved_are_found():
+    """Norms and biases, which are parameters still."""
+    (stock, compiled), ids = pair(**LIKE_GPT2), random_ids(1, 9)
+    compiled.share_memory()
+    for parameter in (*stock.parameters(), *compiled.parameters()):
+        parameter.mul_(2 if parameter.ndim == 1 else 1)
+    torch.testing.assert_close(compiled(ids, use_cache=True).logits, stock(ids).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_what_compiled_code_would_not_know_of_is_refused(models):
