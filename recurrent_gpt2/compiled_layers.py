@@ -1,4 +1,4 @@
-"""What `model.optimize_for_inference(compile=True)` adds: layers as one function in C, for few rows.
+"""What `model.optimize_for_inference(compile=True)` adds: layers as one function in C++, for few rows.
 
 A small model spends its time between operations, not in them. So one step through the layers of a stage is one call
 here, with the entry of the loop before it and the norms that exit rules compare behind it. The loop itself stays
@@ -6,18 +6,12 @@ outside: another number of loops needs no other code, nor does a longer text.
 
 A row is a token at a place in a text, whose keys and values of all places before it are in a room [texts, heads,
 places, head_dim]. So decoding, a batch, a short prompt, those tokens of it that are still looping, and drafts at
-different steps are one thing, and a row's result does not depend on what other rows there are. Where there are many,
-PyTorch's products on all cores are faster.
+different steps are one thing, and a row's result does not depend on what other rows there are.
 """
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +21,16 @@ from .active_tokens import ActiveTokens, LoopState
 from .exit_policies import AccelerationExit, Policy, StepNormExit
 from .fast_layers import KeptLinear, LeanRMSNorm, PackedLinear
 
-MOST_ROWS = 64  # beyond about 90, products on two cores are faster
+# Beyond these, PyTorch's products on two cores are faster: rows times width, and the size of a matrix.
+MOST_NUMBERS = 2**13
+MOST_SIZE = 2**18
 
 SOURCE = r"""
-#include <float.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 #if defined(__AVX512F__)
 #define BYTES 64
@@ -195,11 +191,12 @@ static int64_t judge(const Rule *rule, const float *before, const float *state, 
 }
 
 // A step: [rows, width] before to after. Gives the number of rows that leave, or -1 where there is no memory.
-int64_t take_step(const Layer *layers, int64_t count, const Linear *entry, const float *before, const float *input,
-                  float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms,
-                  int64_t heads, int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits) {
+extern "C" int64_t
+take_step(const Layer *layers, int64_t count, const Linear *entry, const float *before, const float *input,
+          float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms, int64_t heads,
+          int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits) {
     int64_t width = layers->qkv.in, inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
-    float *normed = malloc((rows * (width + inner) + rooms->places) * sizeof(float));
+    float *normed = (float *)malloc((rows * (width + inner) + rooms->places) * sizeof(float));
     if (!normed) return -1;
     float *wide = normed + rows * width, *shares = wide + rows * inner;
     if (entry) {
@@ -215,6 +212,11 @@ int64_t take_step(const Layer *layers, int64_t count, const Linear *entry, const
 }
 """
 
+# What rounding may depend on, but not what -ffast-math does beyond: that would change how the whole process rounds.
+FLAGS = [
+    "-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+    "-ffp-contract=fast", "-ftree-loop-vectorize",
+]  # fmt: skip
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3}
 RELATIVE_TO = {"none": 0, "state": 1, "step": 2}
 
@@ -251,36 +253,15 @@ class Rule(ctypes.Structure):
 
 
 @lru_cache
-def compiled_library() -> ctypes.CDLL:
-    """The source above for the processor of this machine, once a process: half a second."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise RuntimeError("`compile=True` needs a C compiler, and none of cc, gcc, clang was found: install one, or "
-                           "name one in the environment variable CC.")  # fmt: skip
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        source, made, library = (Path(folder, f"layers.{ending}") for ending in ("c", "o", "so"))
-        source.write_text(SOURCE)
-        # Linked without -ffast-math, which would change how the whole process rounds.
-        fast = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-c", str(source), "-o", str(made)]
-        link = ["-shared", str(made), "-o", str(library), "-lm"]
-        if _run([*compiler.split(), "-march=native", *fast]):  # which not every compiler knows
-            _check([*compiler.split(), *fast])
-        _check([*compiler.split(), *link])
-        return ctypes.CDLL(str(library))
-
-
-def _run(command: list[str]) -> str:
-    """What went wrong, or nothing."""
+def compiled_library() -> Any:
+    """The source above for the processor of this machine: half a second, and none where it was compiled before."""
     try:
-        finished = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        return str(error)
-    return "" if finished.returncode == 0 else finished.stderr or f"it ended with {finished.returncode}"
+        from torch._inductor.codecache import CppCodeCache  # what `torch.compile` uses
 
-
-def _check(command: list[str]) -> None:
-    if problem := _run(command):
-        raise RuntimeError(f"`compile=True`: the C compiler {command[0]!r} failed: {problem.strip()[:500]}")
+        return CppCodeCache.load_async(SOURCE, extra_flags=FLAGS, needs_vec_isa=False)()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise RuntimeError(f"`compile=True` needs a C++ compiler that PyTorch finds, but: {reason}") from error
 
 
 def why_not(base: Any) -> str:
@@ -339,22 +320,21 @@ class CompiledLayers:
         state: torch.Tensor,
         rooms: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: Rows,
-        group: int | None = None,
-        projected_input: torch.Tensor | None = None,
+        entry: tuple[int, torch.Tensor] | None = None,
         judging: tuple = (None, 0, None, None),
     ) -> tuple[torch.Tensor, int]:
-        """The state behind the layers, with the entry of a loop before them if a group is named, and how many rows
-        leave: see `take_step` for how they are judged."""
+        """The state behind the layers, and how many rows leave: see `take_step` for how they are judged. `entry`: of a
+        loop, its group and projected input."""
         state = state.contiguous()
         after = torch.empty_like(state)
         count, width = len(layers), state.shape[-1]
         of_rooms = (Room * count)(*(Room(keys.data_ptr(), values.data_ptr(), keys.shape[2]) for keys, values in rooms))
-        entry, inputs = None, None
-        if group is not None and projected_input is not None:
-            projected_input = projected_input.contiguous()
-            entry, inputs = ctypes.byref(self.entries[group]), projected_input.data_ptr()
+        matrix, inputs = None, None
+        if entry is not None:
+            projected_input = entry[1].contiguous()
+            matrix, inputs = ctypes.byref(self.entries[entry[0]]), projected_input.data_ptr()
         leaving = self.take(
-            ctypes.byref(self.layers, layers[0] * ctypes.sizeof(Layer)), count, entry, state.data_ptr(), inputs,
+            ctypes.byref(self.layers, layers[0] * ctypes.sizeof(Layer)), count, matrix, state.data_ptr(), inputs,
             after.data_ptr(), state.numel() // width, *rows.pointers, of_rooms, self.heads, self.activation, *judging,
         )  # fmt: skip
         if leaving < 0:
@@ -372,7 +352,7 @@ class CompiledPass:
         self.like = chunk.new_empty(self.batch, layers.heads, 0, width // layers.heads)
 
     def takes(self, state: torch.Tensor) -> bool:
-        return state.shape[0] * state.shape[1] <= MOST_ROWS
+        return state.numel() <= MOST_NUMBERS
 
     def run_layers(self, layers: list[int], state: torch.Tensor) -> torch.Tensor:
         """A stage of layers that are applied once."""
@@ -380,10 +360,10 @@ class CompiledPass:
 
     def next_state(self, loop: LoopState) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The state after a step, and which tokens leave by the rule that is known here; None: none, or no rule is."""
-        layers, rows = loop.layers, self._rows(loop.active)
+        layers, rows, entry = loop.layers, self._rows(loop.active), (loop.group, loop.projected_input)
         rooms = self._rooms(layers, loop)
         if loop.rule is None:
-            return self.layers(layers, loop.state, rooms, rows, loop.group, loop.projected_input)[0], None
+            return self.layers(layers, loop.state, rooms, rows, entry)[0], None
         width = loop.state.shape[-1]
         count = loop.state.numel() // width
         if loop.previous_update is None:
@@ -392,7 +372,7 @@ class CompiledPass:
         if hits is None:
             hits = loop.memory["hits_in_a_row"] = torch.zeros(count, dtype=torch.long)
         judging = (ctypes.byref(loop.rule), loop.steps, loop.previous_update.data_ptr(), hits.data_ptr())
-        state, leaving = self.layers(layers, loop.state, rooms, rows, loop.group, loop.projected_input, judging)
+        state, leaving = self.layers(layers, loop.state, rooms, rows, entry, judging)
         return state, hits >= loop.rule.patience if leaving else None
 
     def _rooms(self, layers: list[int], loop: LoopState | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -37,7 +37,7 @@ from transformers.utils.generic import TransformersKwargs, merge_with_config_def
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
-from .compiled_layers import CompiledLayers, CompiledPass, compiled_library, rule_of, why_not
+from .compiled_layers import MOST_SIZE, CompiledLayers, CompiledPass, compiled_library, rule_of, why_not
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
 from .fast_layers import LOAD_AGAIN, PRECISIONS, give_up_weights, look_up_faster, replace_layers
@@ -337,9 +337,9 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
             weights: The precision that the matrices are kept in: "float32" (the same results up to rounding),
                 "bfloat16" or "int8" (faster and smaller; calibrate exits again). A large head that shares its weight
                 with the embedding stays as it is in float32; in less, both are kept in that precision.
-            compile: Compile layers too, in a second, by the C compiler of the machine (see `compiled_layers.py`). For
-                small models, whose time goes by between operations; a large one, whose matrices are packed, stays as
-                it is.
+            compile: Compile layers too, in a second, which takes a C++ compiler (see `compiled_layers.py`). For
+                small models, whose time goes by between operations; one with larger matrices than `MOST_SIZE`, which
+                are packed, stays as it is.
         """
         if weights not in PRECISIONS:
             raise ValueError(f"`weights` is {weights!r}, but must be one of {', '.join(PRECISIONS)}.")
@@ -357,7 +357,7 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
             raise ValueError("the model has adapters: merge and unload them (`merge_and_unload()`) to optimise it.")
         if compile:
             compiled_library()  # fails before anything is given up
-        replace_layers(self, weights)
+        replace_layers(self, weights, MOST_SIZE + 1 if compile and weights == "float32" else None)
         give_up_weights(self)
         self.requires_grad_(False)
         look_up_faster(self)

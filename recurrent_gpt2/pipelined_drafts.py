@@ -198,8 +198,8 @@ class Pipeline:
             newest = [(keys[step : step + 1], values[step : step + 1]) for keys, values in rooms]
             cache = RoomOfNewest(newest, self.length)
         elif self.compiled is not None:
-            group = None if inputs is None else 0
-            return self.compiled(layers, states, rooms, Rows(at.where + step, at.seen), group, inputs)[0]
+            entry = None if inputs is None else (0, inputs)
+            return self.compiled(layers, states, rooms, Rows(at.where + step, at.seen), entry)[0]
         else:
             where, mask = at.where + step * self.step_size, at.seen
             cache = RoomsOfRows(rooms, where, step, self.draft_loops, self.length)
