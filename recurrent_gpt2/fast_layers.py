@@ -20,7 +20,7 @@ from torch import nn
 ROWS = 512  # that a layout is made for. It serves few rows as well as one that is made for them, but not the reverse.
 LEAST_SIZE = 2**18  # of a matrix: smaller ones are multiplied faster by the stock product, at one row and at two cores
 HELD_TWICE = 2**24  # bytes at most of a head in float32 that is packed though it shares its weight with the embedding
-FEW_ROWS = 16  # up to which a product with a large matrix that is not packed is faster the other way around
+FEW_ROWS = 10  # up to which a product with a large matrix that is not packed is faster the other way around
 LOAD_AGAIN = "this model was optimised for inference and has given up its weights: load it again to "
 
 
@@ -162,9 +162,8 @@ class SharedLinear(Unhooked, nn.Linear):
         rows = x.numel() // self.in_features
         if x.requires_grad or not 0 < rows <= FEW_ROWS:
             return super().forward(x)
-        columns = x.reshape(rows, -1).t()
-        if rows == 1:  # a product with a vector runs on one core
-            columns = columns.repeat(1, 2)
+        given = x.reshape(rows, -1)
+        columns = (given.repeat(2, 1) if rows == 1 else given).t()  # a product with a vector runs on one core
         product = (self.weight @ columns)[:, :rows].t().contiguous().view(*x.shape[:-1], -1)
         return product if self.bias is None else product + self.bias
 

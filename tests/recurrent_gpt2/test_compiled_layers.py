@@ -1,4 +1,4 @@
-"""`optimize_for_inference(compile=True)`: layers in C++ give what stock layers give, whatever the loops and the rows."""
+"""`optimize_for_inference(compile=True)`: layers in C++ give what stock layers give, whatever the loops and rows."""
 
 import copy
 
@@ -224,11 +224,11 @@ def test_without_a_compiler_it_says_so_and_nothing_is_given_up(monkeypatch):
     compiled_layers.compiled_library.cache_clear()
     with (
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler.*no-such-compiler"),
+        pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*no-such-compiler"),
     ):
         model.optimize_for_inference(compile=True)
     monkeypatch.setattr(compiled_layers, "SOURCE", "not C++")
-    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler.*error"):
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*error"):
         model.optimize_for_inference(compile=True)
     assert not model.is_optimized
     model(random_ids(1, 3)).logits.sum().backward()
