@@ -40,6 +40,7 @@ SOURCE = r"""
 #define BYTES 16
 #endif
 typedef float vec __attribute__((vector_size(BYTES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(BYTES), aligned(4)));
 // A tile of a product, whose sums fill about half of the registers.
 enum { LANES = BYTES / 4, TALL = 4, WIDE = BYTES == 64 ? 4 : 2 };
 
@@ -107,27 +108,54 @@ static void normalise(const float *x, const Norm *norm, float *y, int64_t rows, 
     }
 }
 
-static void attend(const float *query, const float *keys, const float *values, float *y, float *shares,
-                   int64_t places, int64_t size) {
+// e^x = 2^n e^r, where e^r with |r| <= ln 2 / 2 is as exact as float is after seven terms.
+static inline vec exponential(vec x) {
+    vec least = (vec){0} - 87, most = (vec){0} + 88, half = (vec){0} + 0.5f;
+    x = x < least ? least : x > most ? most : x;
+    vec scaled = x * 1.44269504f;
+    ints n = __builtin_convertvector(scaled + (scaled < 0 ? -half : half), ints);
+    vec r = x - __builtin_convertvector(n, vec) * 0.693147181f, sum = r * (1.f / 720) + 1.f / 120;
+    sum = sum * r + 1.f / 24;
+    sum = sum * r + 1.f / 6;
+    sum = sum * r + 0.5f;
+    return (sum * r * r + r + 1) * (vec)((n + 127) << 23);
+}
+
+static inline __attribute__((always_inline)) void
+attend(const float *query, const float *keys, const float *values, float *y, float *shares, int64_t places,
+       const int64_t size) {
     float factor = 1 / sqrtf(size), largest = -INFINITY, sum = 0;
     for (int64_t t = 0; t < places; t++) {
         float product = 0;
         for (int64_t i = 0; i < size; i++) product += query[i] * keys[t * size + i];
         shares[t] = product * factor;
-        largest = fmaxf(largest, shares[t]);
     }
-    for (int64_t t = 0; t < places; t++) shares[t] = expf(shares[t] - largest);
+    for (int64_t t = 0; t < places; t++) largest = shares[t] > largest ? shares[t] : largest;
+    for (int64_t t = 0; t < places; t += LANES) *(vec *)(shares + t) = exponential(*(vec *)(shares + t) - largest);
     for (int64_t t = 0; t < places; t++) sum += shares[t];
-    for (int64_t i = 0; i < size; i++) y[i] = 0;
-    for (int64_t t = 0; t < places; t++)
-        for (int64_t i = 0; i < size; i++) y[i] += shares[t] * values[t * size + i];
-    for (int64_t i = 0; i < size; i++) y[i] /= sum;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec total = {0};
+        for (int64_t t = 0; t < places; t++) total += shares[t] * *(const vec *)(values + t * size + i);
+        *(vec *)(y + i) = total / sum;
+    }
+    for (; i < size; i++) {
+        float total = 0;
+        for (int64_t t = 0; t < places; t++) total += shares[t] * values[t * size + i];
+        y[i] = total / sum;
+    }
 }
 
+// Of n numbers, behind which there is room for LANES more.
 static void activate(float *x, int64_t n, int64_t kind) {
-    if (kind == 0) for (int64_t i = 0; i < n; i++) x[i] = x[i] / (1 + expf(-x[i]));                       // silu
-    if (kind == 1) for (int64_t i = 0; i < n; i++)                                                        // gelu_new
-        x[i] = 0.5f * x[i] * (1 + tanhf(0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+    if (kind == 0) for (int64_t i = 0; i < n; i += LANES) {                                               // silu
+        vec *v = (vec *)(x + i);
+        *v = *v / (1 + exponential(-*v));
+    }
+    if (kind == 1) for (int64_t i = 0; i < n; i += LANES) {                                               // gelu_new
+        vec *v = (vec *)(x + i);
+        *v = *v / (1 + exponential(*v * (*v * *v * 0.044715f + 1) * -1.5957691216f));
+    }
     if (kind == 2) for (int64_t i = 0; i < n; i++) x[i] = 0.5f * x[i] * (1 + erff(0.7071067812f * x[i]));  // gelu
     if (kind == 3) for (int64_t i = 0; i < n; i++) x[i] = fmaxf(x[i], 0);                                 // relu
 }
@@ -151,8 +179,13 @@ static void apply(const Layer *layer, const Room *room, float *state, int64_t ro
                     memcpy(room->keys + here, query + width, size * sizeof(float));
                     memcpy(room->values + here, query + 2 * width, size * sizeof(float));
                 } else {
-                    attend(query, room->keys + first, room->values + first, normed + r * width + h * size, shares,
-                           place[r] + 1, size);
+                    float *y = normed + r * width + h * size;
+                    const float *keys = room->keys + first, *values = room->values + first;
+                    switch (size) {
+                        case 32: attend(query, keys, values, y, shares, place[r] + 1, 32); break;
+                        case 64: attend(query, keys, values, y, shares, place[r] + 1, 64); break;
+                        default: attend(query, keys, values, y, shares, place[r] + 1, size);
+                    }
                 }
             }
     multiply(normed, &layer->out, wide, rows);
@@ -196,9 +229,9 @@ take_step(const Layer *layers, int64_t count, const Linear *entry, const float *
           float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms, int64_t heads,
           int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits) {
     int64_t width = layers->qkv.in, inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
-    float *normed = (float *)malloc((rows * (width + inner) + rooms->places) * sizeof(float));
+    float *normed = (float *)malloc((rows * (width + inner) + rooms->places + 2 * LANES) * sizeof(float));
     if (!normed) return -1;
-    float *wide = normed + rows * width, *shares = wide + rows * inner;
+    float *wide = normed + rows * width, *shares = wide + rows * inner + LANES;
     if (entry) {
         multiply(before, entry, state, rows);
         add(state, input, rows * width);
