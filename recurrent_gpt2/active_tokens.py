@@ -1,7 +1,5 @@
 """The tokens of a chunk that are still looping, packed side by side so that nothing is computed for the others."""
 
-from typing import Any
-
 import torch
 
 
@@ -111,7 +109,6 @@ class LoopState:
         self.projected_input = projected_input if self.active is None else self.active.pack(projected_input)
         self.all_projected_inputs = projected_input
         self.previous_update: torch.Tensor | None = None  # [n, hidden]
-        self.rule: Any = None  # the policy as compiled layers know it
         self.tokens: torch.Tensor | None = None  # `state` as [n, hidden], where a policy has seen it
         self.memory: dict[str, torch.Tensor] = {}  # of the policy, [n, ...] each
         self.layer_values: list[torch.Tensor] = []  # of the last step, where tokens are frozen instead of left out
@@ -125,7 +122,8 @@ class LoopState:
         """Takes a step to the new state, and returns the one before."""
         previous, self.state = self.state, state
         self.steps += 1
-        self.is_done = self.steps == self.most
+        if self.steps == self.most:
+            self.end()
         if self.trajectory is not None:
             self.trajectory.append(self.all_states())
         return previous
@@ -135,7 +133,7 @@ class LoopState:
         count = exits.shape[0]
         leaving = int(exits if count == 1 else exits.count_nonzero())
         if leaving == count:
-            self.is_done = True
+            self.end()
         if leaving in (0, count):
             return
         if self.active is None:
@@ -153,8 +151,9 @@ class LoopState:
             self.previous_update = self.previous_update[stay]
         self.memory = {name: value[stay] for name, value in self.memory.items()}
 
-    def record(self) -> None:
-        """Keeps the states of all active tokens as their last, and the steps that they took."""
+    def end(self) -> None:
+        """Takes all of them out."""
+        self.is_done = True
         if self.active is None:
             self.final = self.state
             self.loop_steps.fill_(self.steps)

@@ -49,6 +49,14 @@ typedef struct { const float *scale, *shift; float factor, least; int64_t centre
 typedef struct { Linear qkv, out, up, down; Norm before_attention, after_attention, before_mlp, after_mlp; } Layer;
 typedef struct { float *keys, *values; int64_t places; } Room;               // [texts, heads, places, size] each
 typedef struct { int64_t of_change, relative_to, patience, min_loops; float threshold; } Rule;
+typedef struct {
+    const Layer *layers; int64_t count, heads, activation;
+    const Linear *entry; const float *input;             // of a loop; else NULL
+    float *state; int64_t rows; const int64_t *text, *place;
+    // Where rows leave by a rule; else NULL. Row r is then what was row index[r] at first, of `input`, `text`, `place`, and
+    // of `final` and `loop_steps`, where it is put when it leaves.
+    const Rule *rule; int64_t step, last, *hits, *index; float *update, *final; int64_t *loop_steps;
+} Work;
 
 static inline __attribute__((always_inline)) void
 tile(const float *x, const Linear *linear, int64_t column, float *y, const int rows, const int wide) {
@@ -164,27 +172,29 @@ static void add(float *x, const float *y, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] += y[i];
 }
 
-static void apply(const Layer *layer, const Room *room, float *state, int64_t rows, const int64_t *text,
-                  const int64_t *place, int64_t heads, int64_t activation, float *normed, float *wide, float *shares) {
-    int64_t width = layer->qkv.in, size = width / heads;
+static inline int64_t first_row(const Work *work, int64_t row) { return work->index ? work->index[row] : row; }
+
+static void apply(const Work *work, const Layer *layer, const Room *room, float *normed, float *wide, float *shares) {
+    int64_t rows = work->rows, heads = work->heads, width = layer->qkv.in, size = width / heads;
+    float *state = work->state;
     normalise(state, &layer->before_attention, normed, rows, width);
     multiply(normed, &layer->qkv, wide, rows);
     for (int pass = 0; pass < 2; pass++)  // keys and values of all rows first, since rows of a text see each other
         for (int64_t r = 0; r < rows; r++)
             for (int64_t h = 0; h < heads; h++) {
-                if (place[r] < 0) continue;
-                int64_t first = (text[r] * heads + h) * room->places * size, here = first + place[r] * size;
-                float *query = wide + r * 3 * width + h * size;
+                int64_t text = work->text[first_row(work, r)], place = work->place[first_row(work, r)];
+                if (place < 0) continue;
+                int64_t first = (text * heads + h) * room->places * size;
+                float *query = wide + r * 3 * width + h * size, *keys = room->keys + first, *values = room->values + first;
                 if (pass == 0) {
-                    memcpy(room->keys + here, query + width, size * sizeof(float));
-                    memcpy(room->values + here, query + 2 * width, size * sizeof(float));
+                    memcpy(keys + place * size, query + width, size * sizeof(float));
+                    memcpy(values + place * size, query + 2 * width, size * sizeof(float));
                 } else {
                     float *y = normed + r * width + h * size;
-                    const float *keys = room->keys + first, *values = room->values + first;
                     switch (size) {
-                        case 32: attend(query, keys, values, y, shares, place[r] + 1, 32); break;
-                        case 64: attend(query, keys, values, y, shares, place[r] + 1, 64); break;
-                        default: attend(query, keys, values, y, shares, place[r] + 1, size);
+                        case 32: attend(query, keys, values, y, shares, place + 1, 32); break;
+                        case 64: attend(query, keys, values, y, shares, place + 1, 64); break;
+                        default: attend(query, keys, values, y, shares, place + 1, size);
                     }
                 }
             }
@@ -193,18 +203,20 @@ static void apply(const Layer *layer, const Room *room, float *state, int64_t ro
     normalise(state, &layer->after_attention, state, rows, width);
     normalise(state, &layer->before_mlp, normed, rows, width);
     multiply(normed, &layer->up, wide, rows);
-    activate(wide, rows * layer->up.out, activation);
+    activate(wide, rows * layer->up.out, work->activation);
     multiply(wide, &layer->down, normed, rows);
     add(state, normed, rows * width);
     normalise(state, &layer->after_mlp, state, rows, width);
 }
 
-// How many rows leave: those with enough hits in a row. `update` [rows, width] holds D(k-1) before and D(k) after.
-static int64_t judge(const Rule *rule, const float *before, const float *state, int64_t rows, int64_t width,
-                     int64_t step, float *update, int64_t *hits) {
-    int64_t leaving = 0;
-    for (int64_t r = 0; r < rows; r++, before += width, state += width, update += width) {
+// Puts rows with enough hits in a row, or at the last step, where they belong, and moves up those behind them.
+// `update` holds D(k-1) before and D(k) after.
+static void let_go(Work *work, const float *before, int64_t width) {
+    const Rule *rule = work->rule;
+    int64_t bytes = width * sizeof(float), staying = 0, step = work->step++;
+    for (int64_t r = 0; r < work->rows; r++, before += width) {
         float of_update = 0, of_previous = 0, of_change = 0, of_state = 0;
+        float *state = work->state + r * width, *update = work->update + r * width;
         for (int64_t i = 0; i < width; i++) {
             float now = state[i] - before[i], change = now - update[i];
             of_previous += update[i] * update[i];
@@ -217,31 +229,41 @@ static int64_t judge(const Rule *rule, const float *before, const float *state, 
         if (rule->relative_to == 1) measure /= sqrtf(of_state);
         if (rule->relative_to == 2) measure /= fmaxf(sqrtf(of_update) + sqrtf(of_previous), FLT_MIN);
         int is_hit = measure < rule->threshold && !(rule->of_change && step == 0);
-        hits[r] = is_hit ? hits[r] + 1 : 0;
-        leaving += hits[r] >= rule->patience && step + 1 >= rule->min_loops;
+        work->hits[r] = is_hit ? work->hits[r] + 1 : 0;
+        if (step == work->last || (work->hits[r] >= rule->patience && step + 1 >= rule->min_loops)) {
+            memcpy(work->final + work->index[r] * width, state, bytes);
+            work->loop_steps[work->index[r]] = step + 1;
+            continue;
+        }
+        if (staying < r) {
+            memcpy(work->state + staying * width, state, bytes);
+            memcpy(work->update + staying * width, update, bytes);
+            work->hits[staying] = work->hits[r];
+            work->index[staying] = work->index[r];
+        }
+        staying++;
     }
-    return leaving;
+    work->rows = staying;
 }
 
-// A step: [rows, width] before to after. Gives the number of rows that leave, or -1 where there is no memory.
-extern "C" int64_t
-take_step(const Layer *layers, int64_t count, const Linear *entry, const float *before, const float *input,
-          float *state, int64_t rows, const int64_t *text, const int64_t *place, const Room *rooms, int64_t heads,
-          int64_t activation, const Rule *rule, int64_t step, float *update, int64_t *hits) {
-    int64_t width = layers->qkv.in, inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
-    float *normed = (float *)malloc((rows * (width + inner) + rooms->places + 2 * LANES) * sizeof(float));
-    if (!normed) return -1;
-    float *wide = normed + rows * width, *shares = wide + rows * inner + LANES;
-    if (entry) {
-        multiply(before, entry, state, rows);
-        add(state, input, rows * width);
-    } else {
-        memcpy(state, before, rows * width * sizeof(float));
+// A step, in place. Fails where there is no memory.
+extern "C" int64_t take_step(Work *work, const Room *rooms) {
+    const Layer *layers = work->layers;
+    int64_t rows = work->rows, width = layers->qkv.in;
+    int64_t inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
+    float *before = (float *)malloc((rows * (2 * width + inner) + rooms->places + 2 * LANES) * sizeof(float));
+    if (!before) return -1;
+    float *normed = before + rows * width, *wide = normed + rows * width, *shares = wide + rows * inner + LANES;
+    if (work->entry) {
+        memcpy(before, work->state, rows * width * sizeof(float));
+        multiply(before, work->entry, work->state, rows);
+        for (int64_t r = 0; r < rows; r++)
+            add(work->state + r * width, work->input + first_row(work, r) * width, width);
     }
-    for (int64_t i = 0; i < count; i++)
-        apply(layers + i, rooms + i, state, rows, text, place, heads, activation, normed, wide, shares);
-    free(normed);
-    return rule ? judge(rule, before, state, rows, width, step, update, hits) : 0;
+    for (int64_t i = 0; i < work->count; i++) apply(work, layers + i, rooms + i, normed, wide, shares);
+    if (work->rule) let_go(work, before, width);
+    free(before);
+    return 0;
 }
 """
 
@@ -285,6 +307,16 @@ class Rule(ctypes.Structure):
     ]
 
 
+class Work(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_void_p), ("count", ctypes.c_int64), ("heads", ctypes.c_int64),
+        ("activation", ctypes.c_int64), ("entry", ctypes.c_void_p), ("input", ctypes.c_void_p),
+        ("state", ctypes.c_void_p), ("rows", ctypes.c_int64), ("text", ctypes.c_void_p), ("place", ctypes.c_void_p),
+        ("rule", ctypes.c_void_p), ("step", ctypes.c_int64), ("last", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hits", "index", "update", "final", "loop_steps")),
+    ]  # fmt: skip
+
+
 @lru_cache
 def compiled_library() -> Any:
     """The source above for the processor of this machine: half a second, and none where it was compiled before."""
@@ -314,15 +346,17 @@ def why_not(base: Any) -> str:
 class Rows:
     """Where rows are: each in a text of the rooms, at a place of it; below 0, it is in none."""
 
-    def __init__(self, texts: torch.Tensor | Any, places: torch.Tensor | Any):
-        self.texts, self.places = texts, places  # which must live as long as what points to them
-        is_tensor = isinstance(texts, torch.Tensor)
-        self.pointers = (texts.data_ptr(), places.data_ptr()) if is_tensor else (texts, places)
+    def __init__(self, texts: torch.Tensor, places: torch.Tensor):
+        self.kept_alive = texts, places
+        self.pointers: tuple[Any, Any] = texts.data_ptr(), places.data_ptr()
 
     @classmethod
     def single(cls, place: int) -> "Rows":
-        """One, of the only text."""
-        return cls((ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(place))
+        """One, of the only text: made in less time than tensors."""
+        rows = cls.__new__(cls)
+        rows.kept_alive = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(place)
+        rows.pointers = tuple(map(ctypes.addressof, rows.kept_alive))
+        return rows
 
 
 class CompiledLayers:
@@ -334,13 +368,8 @@ class CompiledLayers:
         self.activation = ACTIVATIONS[base.config.hidden_act]
         self.layers = (Layer * len(base.layers))(*map(_layer, base.layers))
         self.entries = [_linear(entry.state_proj) for entry in base.loop_inputs]
-        self.take = compiled_library().take_step
-        self.take.restype = ctypes.c_int64
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.take.argtypes = [
-            pointer, number, pointer, pointer, pointer, pointer, number, pointer, pointer, pointer, number, number,
-            pointer, number, pointer, pointer,
-        ]  # fmt: skip
+        self.take_step = compiled_library().take_step
+        self.take_step.restype = ctypes.c_int64
 
     def in_pass(self, chunk: torch.Tensor, cache: Any) -> "CompiledPass | None":
         """For a pass over a chunk [batch, length, hidden] without padding, if it is one of these."""
@@ -354,25 +383,31 @@ class CompiledLayers:
         rooms: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: Rows,
         entry: tuple[int, torch.Tensor] | None = None,
-        judging: tuple = (None, 0, None, None),
-    ) -> tuple[torch.Tensor, int]:
-        """The state behind the layers, and how many rows leave: see `take_step` for how they are judged. `entry`: of a
-        loop, its group and projected input."""
-        state = state.contiguous()
-        after = torch.empty_like(state)
-        count, width = len(layers), state.shape[-1]
-        of_rooms = (Room * count)(*(Room(keys.data_ptr(), values.data_ptr(), keys.shape[2]) for keys, values in rooms))
+    ) -> torch.Tensor:
+        """The state behind the layers. `entry`: of a loop, its group and projected input."""
+        after = state.clone(memory_format=torch.contiguous_format)
+        self.take(self.work_on(after, layers, rows, entry), rooms)
+        return after
+
+    def work_on(
+        self, state: torch.Tensor, layers: list[int], rows: Rows, entry: tuple[int, torch.Tensor] | None
+    ) -> Work:
+        """For steps in place, of a state that is contiguous."""
         matrix, inputs = None, None
         if entry is not None:
-            projected_input = entry[1].contiguous()
-            matrix, inputs = ctypes.byref(self.entries[entry[0]]), projected_input.data_ptr()
-        leaving = self.take(
-            ctypes.byref(self.layers, layers[0] * ctypes.sizeof(Layer)), count, matrix, state.data_ptr(), inputs,
-            after.data_ptr(), state.numel() // width, *rows.pointers, of_rooms, self.heads, self.activation, *judging,
+            matrix, inputs = self.entries[entry[0]], entry[1].contiguous()
+        work = Work(
+            ctypes.addressof(self.layers) + layers[0] * ctypes.sizeof(Layer), len(layers), self.heads, self.activation,
+            None if matrix is None else ctypes.addressof(matrix), None if inputs is None else inputs.data_ptr(),
+            state.data_ptr(), state.numel() // state.shape[-1], *rows.pointers,
         )  # fmt: skip
-        if leaving < 0:
+        work.kept_alive = [state, rows, inputs]
+        return work
+
+    def take(self, work: Work, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pointers = [Room(keys.data_ptr(), values.data_ptr(), keys.shape[2]) for keys, values in rooms]
+        if self.take_step(ctypes.byref(work), (Room * len(pointers))(*pointers)) != 0:
             raise MemoryError("there is no memory for a step of compiled layers.")
-        return after, leaving
 
 
 class CompiledPass:
@@ -380,36 +415,61 @@ class CompiledPass:
 
     def __init__(self, layers: CompiledLayers, cache: Any, chunk: torch.Tensor):
         self.layers, self.cache = layers, cache
-        self.batch, self.length, width = chunk.shape
+        self.batch, self.length, self.width = chunk.shape
         self.start = cache.get_seq_length()
-        self.like = chunk.new_empty(self.batch, layers.heads, 0, width // layers.heads)
+        self.like = chunk.new_empty(self.batch, layers.heads, 0, self.width // layers.heads)
 
     def takes(self, state: torch.Tensor) -> bool:
         return state.numel() <= MOST_NUMBERS
 
     def run_layers(self, layers: list[int], state: torch.Tensor) -> torch.Tensor:
         """A stage of layers that are applied once."""
-        return self.layers(layers, state, self._rooms(layers), self._rows(None))[0]
+        return self.layers(layers, state, self._rooms(layers), self._all_rows)
 
-    def next_state(self, loop: LoopState) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The state after a step, and which tokens leave by the rule that is known here; None: none, or no rule is."""
-        layers, rows, entry = loop.layers, self._rows(loop.active), (loop.group, loop.projected_input)
-        rooms = self._rooms(layers, loop)
-        if loop.rule is None:
-            return self.layers(layers, loop.state, rooms, rows, entry)[0], None
-        width = loop.state.shape[-1]
-        count = loop.state.numel() // width
-        if loop.previous_update is None:
-            loop.previous_update = torch.zeros(count, width)
-        hits = loop.memory.get("hits_in_a_row")
-        if hits is None:
-            hits = loop.memory["hits_in_a_row"] = torch.zeros(count, dtype=torch.long)
-        judging = (ctypes.byref(loop.rule), loop.steps, loop.previous_update.data_ptr(), hits.data_ptr())
-        state, leaving = self.layers(layers, loop.state, rooms, rows, entry, judging)
-        return state, hits >= loop.rule.patience if leaving else None
+    def next_state(self, loop: LoopState) -> torch.Tensor:
+        """Of the tokens that are still looping."""
+        rooms = self._rooms(loop.layers, loop.steps, loop.active is not None)
+        return self.layers(loop.layers, loop.state, rooms, self._rows(loop.active), (loop.group, loop.projected_input))
 
-    def _rooms(self, layers: list[int], loop: LoopState | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        step, some_left = (0, False) if loop is None else (loop.steps, loop.active is not None)
+    def finish(self, loop: LoopState, policy: Policy | None) -> bool:
+        """Takes all steps that are left, if they are of fixed loops or by a rule that is known here."""
+        rule = None if policy is None else rule_of(policy)
+        if not self.takes(loop.state) or loop.trajectory is not None or (policy is not None and rule is None):
+            return False
+        state = loop.state.clone(memory_format=torch.contiguous_format)
+        if rule is None:
+            entry = (loop.group, loop.projected_input)
+            work = self.layers.work_on(state, loop.layers, self._rows(loop.active), entry)
+        else:
+            entry = (loop.group, loop.all_projected_inputs)
+            work = self.layers.work_on(state, loop.layers, self._all_rows, entry)
+            self._let_go(work, loop, rule)
+        everything = self.batch * self.length
+        while work.rows > 0 and loop.steps < loop.most:
+            self.layers.take(work, self._rooms(loop.layers, loop.steps, work.rows < everything))
+            loop.steps += 1
+        if rule is None:
+            loop.state = state
+            loop.end()
+        loop.is_done = True
+        return True
+
+    def _let_go(self, work: Work, loop: LoopState, rule: Rule) -> None:
+        """Has rows put where they belong when they leave."""
+        hits, update = loop.memory.get("hits_in_a_row"), loop.previous_update
+        hits = torch.zeros(work.rows, dtype=torch.long) if hits is None else hits
+        update = torch.zeros(work.rows, self.width) if update is None else update
+        index = torch.arange(work.rows) if loop.active is None else loop.active.index
+        if loop.active is None:
+            loop.final = torch.empty(self.batch, self.length, self.width)
+        work.rule, work.step, work.last = ctypes.addressof(rule), loop.steps, loop.most - 1
+        work.hits, work.index, work.update = hits.data_ptr(), index.data_ptr(), update.data_ptr()
+        work.final, work.loop_steps = loop.final.data_ptr(), loop.loop_steps.data_ptr()
+        work.kept_alive += [rule, hits, index, update]
+
+    def _rooms(
+        self, layers: list[int], step: int = 0, some_left: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [self.cache.layers[index].reserve_next(self.length, self.like, step, some_left) for index in layers]
 
     def _rows(self, active: ActiveTokens | None) -> Rows:
@@ -423,8 +483,8 @@ class CompiledPass:
         return Rows(rows // self.length, rows % self.length + self.start)
 
 
-def rule_of(policy: Policy | None) -> Rule | None:
-    """A policy as it is known here."""
+def rule_of(policy: Policy) -> Rule | None:
+    """A policy as it is known here, if it is."""
     if type(policy) not in (StepNormExit, AccelerationExit):
         return None
     known: Any = policy

@@ -54,8 +54,8 @@ class Slot(DynamicLayer):
 
     def reserve(self, start: int, end: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Counts tokens up to `end`, and returns the room into which those from `start` on must then be written."""
-        if not self.is_initialized:
-            self.lazy_initialization(like, like)
+        if not self.is_initialized:  # as `lazy_initialization`, but for empty tensors that nobody would see
+            self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         room = self._room
         # A tensor that was made in inference mode can't be written to once that is left.
         is_read_only = room is not None and room[0].is_inference() and not torch.is_inference_mode_enabled()

@@ -37,7 +37,7 @@ from transformers.utils.generic import TransformersKwargs, merge_with_config_def
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
-from .compiled_layers import MOST_SIZE, CompiledLayers, CompiledPass, compiled_library, rule_of, why_not
+from .compiled_layers import MOST_SIZE, CompiledLayers, CompiledPass, compiled_library, why_not
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
 from .fast_layers import LOAD_AGAIN, PRECISIONS, give_up_weights, look_up_faster, replace_layers
@@ -577,7 +577,8 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         """A stage that is looped, from its input e [batch, seq, hidden] to every token's last state, the same shape."""
         loop = self.enter(group, hidden_states, run)
         while not loop.is_done:
-            self.step(loop, run)
+            if run.compiled is None or not run.compiled.finish(loop, run.plan.policies[group]):
+                self.step(loop, run)
         return self.leave(loop, run)
 
     def enter(self, group: int, entry: torch.Tensor, run: ForwardPass) -> LoopState:
@@ -592,16 +593,13 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         loop.blocks = [self.layers[index] for index in loop.layers]
         if run.plan.keep_trajectory:
             loop.trajectory = [start]
-        if run.compiled is not None:
-            loop.rule = rule_of(run.plan.policies[group])
         return loop
 
     def step(self, loop: LoopState, run: ForwardPass) -> None:
         """s(k) -> s(k+1) of the tokens that are still looping; then those leave that the policy names."""
-        plan, exits = run.plan, None
-        is_compiled = run.compiled is not None and run.compiled.takes(loop.state)
-        if run.compiled is not None and is_compiled:
-            new_state, exits = run.compiled.next_state(loop)
+        plan = run.plan
+        if run.compiled is not None and run.compiled.takes(loop.state):
+            new_state = run.compiled.next_state(loop)
         else:
             has_gradient = torch.is_grad_enabled() and loop.steps >= self._loops_without_gradient(loop, plan)
             with torch.set_grad_enabled(has_gradient):
@@ -609,10 +607,6 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
         previous_state = loop.advance(new_state)
         policy = plan.policies[loop.group]
         if policy is None or loop.is_done:
-            return
-        if is_compiled and loop.rule is not None:  # which has been asked
-            if exits is not None:
-                loop.leave(exits)
             return
         state = new_state.flatten(0, 1)
         update = state - (previous_state.flatten(0, 1) if loop.tokens is None else loop.tokens)
@@ -626,7 +620,6 @@ class RecurrentGPT2Model(RecurrentGPT2PreTrainedModel):
 
     def leave(self, loop: LoopState, run: ForwardPass) -> torch.Tensor:
         """The last state of every token, [batch, seq, hidden]; that of padding is its first, looped or not."""
-        loop.record()
         run.loop_steps.append(loop.loop_steps)
         if loop.trajectory is not None:
             run.trajectories.append(torch.stack(loop.trajectory))

@@ -199,7 +199,7 @@ class Pipeline:
             cache = RoomOfNewest(newest, self.length)
         elif self.compiled is not None:
             entry = None if inputs is None else (0, inputs)
-            return self.compiled(layers, states, rooms, Rows(at.where + step, at.seen), entry)[0]
+            return self.compiled(layers, states, rooms, Rows(at.where + step, at.seen), entry)
         else:
             where, mask = at.where + step * self.step_size, at.seen
             cache = RoomsOfRows(rooms, where, step, self.draft_loops, self.length)

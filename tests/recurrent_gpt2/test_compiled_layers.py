@@ -36,13 +36,13 @@ def models() -> tuple[RecurrentGPT2ForCausalLM, RecurrentGPT2ForCausalLM]:
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
     """The rows of every call of compiled code."""
-    rows, call = [], compiled_layers.CompiledLayers.__call__
+    rows, take = [], compiled_layers.CompiledLayers.take
 
-    def counted(self, layers, state, *args, **kwargs):
-        rows.append(state.shape[0] * state.shape[1])
-        return call(self, layers, state, *args, **kwargs)
+    def counted(self, work, rooms):
+        rows.append(work.rows)
+        take(self, work, rooms)
 
-    monkeypatch.setattr(compiled_layers.CompiledLayers, "__call__", counted)
+    monkeypatch.setattr(compiled_layers.CompiledLayers, "take", counted)
     return rows
 
 
