@@ -1,12 +1,12 @@
-"""What `model.optimize_for_inference(compile=True)` adds: layers as one function in C++, for few rows.
+"""What `model.optimize_for_inference(compile=True)` adds: layers as one function in C++.
 
 A small model spends its time between operations, not in them. So one step through the layers of a stage is one call
-here, with the entry of the loop before it and the norms that exit rules compare behind it. The loop itself stays
-outside: another number of loops needs no other code, nor does a longer text.
+here, with the entry of the loop before it; behind it, the norms that exit rules compare, and the tokens that leave. The
+loop itself stays outside: another number of loops needs no other code, nor does a longer text.
 
 A row is a token at a place in a text, whose keys and values of all places before it are in a room [texts, heads,
-places, head_dim]. So decoding, a batch, a short prompt, those tokens of it that are still looping, and drafts at
-different steps are one thing, and a row's result does not depend on what other rows there are.
+places, head_dim]. So decoding, a batch, a prompt, those tokens of it that are still looping, and drafts at different
+steps are one thing, and a row's result does not depend on what other rows there are.
 """
 
 import ctypes
@@ -21,8 +21,9 @@ from .active_tokens import ActiveTokens, LoopState
 from .exit_policies import AccelerationExit, Policy, StepNormExit
 from .fast_layers import KeptLinear, LeanRMSNorm, PackedLinear
 
-# Beyond these, PyTorch's products on two cores are faster: rows times width, and the size of a matrix.
-MOST_NUMBERS = 2**13
+# Beyond these, what PyTorch does for many rows and for large matrices is faster: rows times the square of the width,
+# and the size of a matrix.
+MOST_WORK = 2**23
 MOST_SIZE = 2**18
 
 SOURCE = r"""
@@ -52,9 +53,9 @@ typedef struct { int64_t of_change, relative_to, patience, min_loops; float thre
 typedef struct {
     const Layer *layers; int64_t count, heads, activation;
     const Linear *entry; const float *input;             // of a loop; else NULL
-    float *state; int64_t rows; const int64_t *text, *place;
-    // Where rows leave by a rule; else NULL. Row r is then what was row index[r] at first, of `input`, `text`, `place`, and
-    // of `final` and `loop_steps`, where it is put when it leaves.
+    float *state; int64_t rows, threads; const int64_t *text, *place;
+    // Where rows leave by a rule; else NULL. Row r is then what was row index[r] at first, of `input`, `text`, `place`,
+    // and of `final` and `loop_steps`, where it is put when it leaves.
     const Rule *rule; int64_t step, last, *hits, *index; float *update, *final; int64_t *loop_steps;
 } Work;
 
@@ -174,30 +175,42 @@ static void add(float *x, const float *y, int64_t n) {
 
 static inline int64_t first_row(const Work *work, int64_t row) { return work->index ? work->index[row] : row; }
 
-static void apply(const Work *work, const Layer *layer, const Room *room, float *normed, float *wide, float *shares) {
-    int64_t rows = work->rows, heads = work->heads, width = layer->qkv.in, size = width / heads;
-    float *state = work->state;
-    normalise(state, &layer->before_attention, normed, rows, width);
-    multiply(normed, &layer->qkv, wide, rows);
-    for (int pass = 0; pass < 2; pass++)  // keys and values of all rows first, since rows of a text see each other
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t h = 0; h < heads; h++) {
-                int64_t text = work->text[first_row(work, r)], place = work->place[first_row(work, r)];
-                if (place < 0) continue;
-                int64_t first = (text * heads + h) * room->places * size;
-                float *query = wide + r * 3 * width + h * size, *keys = room->keys + first, *values = room->values + first;
-                if (pass == 0) {
-                    memcpy(keys + place * size, query + width, size * sizeof(float));
-                    memcpy(values + place * size, query + 2 * width, size * sizeof(float));
-                } else {
-                    float *y = normed + r * width + h * size;
-                    switch (size) {
-                        case 32: attend(query, keys, values, y, shares, place + 1, 32); break;
-                        case 64: attend(query, keys, values, y, shares, place + 1, 64); break;
-                        default: attend(query, keys, values, y, shares, place + 1, size);
-                    }
-                }
+// What a block of rows is computed in: queries, keys and values stay in `wide` until others have seen them.
+typedef struct { float *normed, *wide, *shares; } Scratch;
+
+static void show(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, Scratch scratch) {
+    int64_t heads = work->heads, width = layer->qkv.in, size = width / heads;
+    normalise(work->state + from * width, &layer->before_attention, scratch.normed, rows, width);
+    multiply(scratch.normed, &layer->qkv, scratch.wide, rows);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = first_row(work, from + r), place = work->place[row];
+        if (place < 0) continue;
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t here = ((work->text[row] * heads + h) * room->places + place) * size;
+            const float *key = scratch.wide + (r * 3 + 1) * width + h * size;
+            memcpy(room->keys + here, key, size * sizeof(float));
+            memcpy(room->values + here, key + width, size * sizeof(float));
+        }
+    }
+}
+
+static void look(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, Scratch scratch) {
+    int64_t heads = work->heads, width = layer->qkv.in, size = width / heads;
+    float *state = work->state + from * width, *normed = scratch.normed, *wide = scratch.wide;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = first_row(work, from + r), seen = work->place[row] + 1;
+        for (int64_t h = 0; h < heads && seen > 0; h++) {
+            int64_t first = (work->text[row] * heads + h) * room->places * size;
+            const float *query = wide + r * 3 * width + h * size;
+            const float *keys = room->keys + first, *values = room->values + first;
+            float *y = normed + r * width + h * size;
+            switch (size) {
+                case 32: attend(query, keys, values, y, scratch.shares, seen, 32); break;
+                case 64: attend(query, keys, values, y, scratch.shares, seen, 64); break;
+                default: attend(query, keys, values, y, scratch.shares, seen, size);
             }
+        }
+    }
     multiply(normed, &layer->out, wide, rows);
     add(state, wide, rows * width);
     normalise(state, &layer->after_attention, state, rows, width);
@@ -246,21 +259,38 @@ static void let_go(Work *work, const float *before, int64_t width) {
     work->rows = staying;
 }
 
-// A step, in place. Fails where there is no memory.
+// A step, in place. Fails where there is no memory. Threads take blocks of rows in turn, the same ones for every layer,
+// and wait for each other where rows of a text are to see each other.
 extern "C" int64_t take_step(Work *work, const Room *rooms) {
     const Layer *layers = work->layers;
-    int64_t rows = work->rows, width = layers->qkv.in;
-    int64_t inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
-    float *before = (float *)malloc((rows * (2 * width + inner) + rooms->places + 2 * LANES) * sizeof(float));
+    const int64_t rows = work->rows, width = layers->qkv.in, blocks = (rows + TALL - 1) / TALL;
+    const int64_t inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
+    const int64_t for_block = TALL * (width + inner) + rooms->places + 2 * LANES;
+    float *before = (float *)malloc((rows * width + blocks * for_block) * sizeof(float));
     if (!before) return -1;
-    float *normed = before + rows * width, *wide = normed + rows * width, *shares = wide + rows * inner + LANES;
-    if (work->entry) {
-        memcpy(before, work->state, rows * width * sizeof(float));
-        multiply(before, work->entry, work->state, rows);
-        for (int64_t r = 0; r < rows; r++)
-            add(work->state + r * width, work->input + first_row(work, r) * width, width);
+    if (work->entry) memcpy(before, work->state, rows * width * sizeof(float));
+    #pragma omp parallel num_threads(work->threads) if (blocks > 1)
+    {
+        if (work->entry) {
+            #pragma omp for schedule(static, 1) nowait
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t from = b * TALL, end = from + TALL < rows ? from + TALL : rows;
+                multiply(before + from * width, work->entry, work->state + from * width, end - from);
+                for (int64_t r = from; r < end; r++)
+                    add(work->state + r * width, work->input + first_row(work, r) * width, width);
+            }
+        }
+        for (int64_t i = 0; i < work->count; i++)
+            for (int looks = 0; looks < 2; looks++) {
+                #pragma omp for schedule(static, 1)
+                for (int64_t b = 0; b < blocks; b++) {
+                    const int64_t from = b * TALL, count = rows - from < TALL ? rows - from : TALL;
+                    float *normed = before + rows * width + b * for_block, *wide = normed + TALL * width;
+                    const Scratch scratch = {normed, wide, wide + TALL * inner + LANES};
+                    (looks ? look : show)(work, layers + i, rooms + i, from, count, scratch);
+                }
+            }
     }
-    for (int64_t i = 0; i < work->count; i++) apply(work, layers + i, rooms + i, normed, wide, shares);
     if (work->rule) let_go(work, before, width);
     free(before);
     return 0;
@@ -311,8 +341,8 @@ class Work(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p), ("count", ctypes.c_int64), ("heads", ctypes.c_int64),
         ("activation", ctypes.c_int64), ("entry", ctypes.c_void_p), ("input", ctypes.c_void_p),
-        ("state", ctypes.c_void_p), ("rows", ctypes.c_int64), ("text", ctypes.c_void_p), ("place", ctypes.c_void_p),
-        ("rule", ctypes.c_void_p), ("step", ctypes.c_int64), ("last", ctypes.c_int64),
+        ("state", ctypes.c_void_p), ("rows", ctypes.c_int64), ("threads", ctypes.c_int64), ("text", ctypes.c_void_p),
+        ("place", ctypes.c_void_p), ("rule", ctypes.c_void_p), ("step", ctypes.c_int64), ("last", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hits", "index", "update", "final", "loop_steps")),
     ]  # fmt: skip
 
@@ -346,17 +376,15 @@ def why_not(base: Any) -> str:
 class Rows:
     """Where rows are: each in a text of the rooms, at a place of it; below 0, it is in none."""
 
-    def __init__(self, texts: torch.Tensor, places: torch.Tensor):
+    def __init__(self, texts: Any, places: Any):
         self.kept_alive = texts, places
-        self.pointers: tuple[Any, Any] = texts.data_ptr(), places.data_ptr()
+        is_tensor = isinstance(texts, torch.Tensor)
+        self.pointers = [x.data_ptr() if is_tensor else ctypes.addressof(x) for x in self.kept_alive]
 
     @classmethod
     def single(cls, place: int) -> "Rows":
         """One, of the only text: made in less time than tensors."""
-        rows = cls.__new__(cls)
-        rows.kept_alive = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(place)
-        rows.pointers = tuple(map(ctypes.addressof, rows.kept_alive))
-        return rows
+        return cls((ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(place))
 
 
 class CompiledLayers:
@@ -374,7 +402,14 @@ class CompiledLayers:
     def in_pass(self, chunk: torch.Tensor, cache: Any) -> "CompiledPass | None":
         """For a pass over a chunk [batch, length, hidden] without padding, if it is one of these."""
         is_ours = cache is not None and not cache.is_compileable  # and not a static one
-        return CompiledPass(self, cache, chunk) if is_ours and not torch.is_grad_enabled() else None
+        if not is_ours or torch.is_grad_enabled() or not self.knows(chunk, cache.layers[0].keys):
+            return None
+        return CompiledPass(self, cache, chunk)
+
+    def knows(self, *tensors: torch.Tensor | None) -> bool:
+        """Whether what there is, is in float32, and stays in it."""
+        is_known = all(tensor is None or tensor.dtype is torch.float32 for tensor in tensors)
+        return is_known and not torch.is_autocast_enabled("cpu")
 
     def __call__(
         self,
@@ -395,11 +430,11 @@ class CompiledLayers:
         """For steps in place, of a state that is contiguous."""
         matrix, inputs = None, None
         if entry is not None:
-            matrix, inputs = self.entries[entry[0]], entry[1].contiguous()
+            matrix, inputs = ctypes.addressof(self.entries[entry[0]]), entry[1].contiguous()
         work = Work(
             ctypes.addressof(self.layers) + layers[0] * ctypes.sizeof(Layer), len(layers), self.heads, self.activation,
-            None if matrix is None else ctypes.addressof(matrix), None if inputs is None else inputs.data_ptr(),
-            state.data_ptr(), state.numel() // state.shape[-1], *rows.pointers,
+            matrix, None if inputs is None else inputs.data_ptr(), state.data_ptr(), state.numel() // state.shape[-1],
+            torch.get_num_threads(), *rows.pointers,
         )  # fmt: skip
         work.kept_alive = [state, rows, inputs]
         return work
@@ -420,7 +455,7 @@ class CompiledPass:
         self.like = chunk.new_empty(self.batch, layers.heads, 0, self.width // layers.heads)
 
     def takes(self, state: torch.Tensor) -> bool:
-        return state.numel() <= MOST_NUMBERS
+        return state.numel() * self.width <= MOST_WORK
 
     def run_layers(self, layers: list[int], state: torch.Tensor) -> torch.Tensor:
         """A stage of layers that are applied once."""
@@ -443,7 +478,7 @@ class CompiledPass:
         else:
             entry = (loop.group, loop.all_projected_inputs)
             work = self.layers.work_on(state, loop.layers, self._all_rows, entry)
-            self._let_go(work, loop, rule)
+            self._let_go(work, state, loop, rule)
         everything = self.batch * self.length
         while work.rows > 0 and loop.steps < loop.most:
             self.layers.take(work, self._rooms(loop.layers, loop.steps, work.rows < everything))
@@ -454,14 +489,13 @@ class CompiledPass:
         loop.is_done = True
         return True
 
-    def _let_go(self, work: Work, loop: LoopState, rule: Rule) -> None:
+    def _let_go(self, work: Work, state: torch.Tensor, loop: LoopState, rule: Rule) -> None:
         """Has rows put where they belong when they leave."""
         hits, update = loop.memory.get("hits_in_a_row"), loop.previous_update
-        hits = torch.zeros(work.rows, dtype=torch.long) if hits is None else hits
-        update = torch.zeros(work.rows, self.width) if update is None else update
-        index = torch.arange(work.rows) if loop.active is None else loop.active.index
-        if loop.active is None:
-            loop.final = torch.empty(self.batch, self.length, self.width)
+        hits = state.new_zeros(work.rows, dtype=torch.long) if hits is None else hits
+        update = state.new_zeros(work.rows, self.width) if update is None else update
+        index = torch.arange(work.rows, device=state.device) if loop.active is None else loop.active.index
+        loop.final = torch.empty_like(state) if loop.active is None else loop.final
         work.rule, work.step, work.last = ctypes.addressof(rule), loop.steps, loop.most - 1
         work.hits, work.index, work.update = hits.data_ptr(), index.data_ptr(), update.data_ptr()
         work.final, work.loop_steps = loop.final.data_ptr(), loop.loop_steps.data_ptr()
@@ -479,7 +513,7 @@ class CompiledPass:
     def _all_rows(self) -> Rows:
         if self.batch == self.length == 1:
             return Rows.single(self.start)
-        rows = torch.arange(self.batch * self.length)
+        rows = torch.arange(self.batch * self.length, device=self.like.device)
         return Rows(rows // self.length, rows % self.length + self.start)
 
 

@@ -30,6 +30,7 @@ class Slot(DynamicLayer):
 
     def __init__(self):
         super().__init__()
+        self.is_initialized = False
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None  # of which `keys` and `values` are the front
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):

@@ -105,7 +105,8 @@ class Pipeline:
         layers, self.looped = list(range(len(cache.layers))), self.base.config.loop_groups[0]
         self.before, self.after = layers[: self.looped[0]], layers[self.looped[-1] + 1 :]
         self.blocks = list(self.base.layers)  # found faster in a list
-        self.attend, self.compiled = self.base.attention_kernel(), self.base.compiled_layers
+        self.attend, compiled = self.base.attention_kernel(), self.base.compiled_layers
+        self.compiled = compiled if compiled is not None and compiled.knows(cache.layers[0].keys) else None
         # One place more than there are tokens: what gaps write goes there.
         self.nowhere = capacity
         self.rooms = [

@@ -85,7 +85,7 @@ def test_decoding_is_one_pass(models, loops, inference_mode, calls):
 def test_rules_fire_when_they_should(models, policy, most_rows, calls, monkeypatch):
     """In batches and prompts too, of which some tokens leave before others: where they are many, compiled code goes on
     with the last of them."""
-    monkeypatch.setattr(compiled_layers, "MOST_NUMBERS", most_rows * models[0].config.hidden_size)
+    monkeypatch.setattr(compiled_layers, "MOST_WORK", most_rows * models[0].config.hidden_size ** 2)
     ids = random_ids(2, 26)
     steps = models[0](ids, exit_policy=policy, num_loops=9).loop_steps
     assert len(steps.unique()) > 1, steps.unique()
@@ -141,6 +141,19 @@ def test_models_of_all_kinds_are_the_same(settings, calls):
     assert calls
 
 
+@torch.no_grad()
+def test_threads_wait_for_what_they_look_at(models):
+    """As many as there are, a row's result is the same to the last bit."""
+    ids, found, threads = random_ids(2, 75), [], torch.get_num_threads()
+    try:
+        for number in (1, *[4] * 20):
+            torch.set_num_threads(number)
+            found.append(models[1](ids, use_cache=True, exit_policy=POLICY).logits)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
 def test_compiled_code_is_what_runs(models, monkeypatch):
     called, layer = [], models[1].model.layers[1]
     monkeypatch.setattr(type(layer), "forward", lambda *args, **kwargs: called.append(1))
@@ -184,6 +197,21 @@ def test_trajectories_are_the_same(models):
         for model in models
     ]
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_other_precisions_are_left_to_pytorch(models, calls):
+    """Those of autocast, and of a cache that it has filled."""
+    eager, compiled = pair()[0].optimize_for_inference(), models[1]
+    ids, autocast = random_ids(1, 20), torch.autocast("cpu", torch.bfloat16)
+    with autocast:
+        expected = eager.generate(ids, **GREEDY)
+        assert torch.equal(compiled.generate(ids, **GREEDY), expected)
+        compiled.generate(ids, assistant_model=compiled.draft(1), **GREEDY)
+        cache = compiled(ids, use_cache=True, exit_policy=POLICY).past_key_values
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(ids[:, :1], past_key_values=cache, use_cache=True)
+    assert not calls
 
 
 @torch.no_grad()
