@@ -391,9 +391,12 @@ def small(seconds: float) -> Iterator[Ratio]:
     size = {"n_embd": config.hidden_size, "n_head": config.num_attention_heads, "vocab_size": most}
     peer = gpt2(applied, **size)
     against = (f"GPT-2, {applied} layers, d = {config.hidden_size}", decoder(peer, 1, 64, most=most))
+    ids = token_ids(1, 64, most)
     for name, measured, reach in (("", model, 0.8), (", compiled", compiled_mini(), 0.8)):
         fixed = decoder(measured, 1, 64, most=most)
         what = f"decode, d = {config.hidden_size}{name}"
+        prefill = (f"prefill, 64 tokens, d = {config.hidden_size}{name}", prefiller(measured, ids))
+        yield compare_times(prefill, (against[0], prefiller(peer, ids)), seconds)
         yield compare_times((what, fixed), against, seconds, reach)
         never = decoder(measured, 1, 64, most=most, exit_policy=AccelerationExit(0.0))
         yield compare_times((f"{what}, acceleration that never fires", never), ("fixed loops", fixed), seconds, 1.05)
