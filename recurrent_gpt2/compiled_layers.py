@@ -19,12 +19,12 @@ from torch import nn
 
 from .active_tokens import ActiveTokens, LoopState
 from .exit_policies import AccelerationExit, Policy, StepNormExit
-from .fast_layers import KeptLinear, LeanRMSNorm, PackedLinear
+from .fast_layers import PRECISIONS, KeptLinear, LeanRMSNorm, PackedLinear, scales_of
 
-# Beyond these, what PyTorch does for many rows and for large matrices is faster: rows times the square of the width,
-# and the size of a matrix.
-MOST_WORK = 2**23
+# Beyond these, what PyTorch does for many rows (times the square of the width) and for large matrices is faster.
+MOST_WORK, MOST_WORK_IN_INT8 = 2**23, 2**28
 MOST_SIZE = 2**18
+PANEL = 64
 
 SOURCE = r"""
 #include <cfloat>
@@ -32,8 +32,11 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 #define BYTES 64
 #elif defined(__AVX__)
 #define BYTES 32
@@ -43,9 +46,11 @@ SOURCE = r"""
 typedef float vec __attribute__((vector_size(BYTES), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(BYTES), aligned(4)));
 // A tile of a product, whose sums fill about half of the registers.
-enum { LANES = BYTES / 4, TALL = 4, WIDE = BYTES == 64 ? 4 : 2 };
+enum { LANES = BYTES / 4, TALL = 4, WIDE = BYTES == 64 ? 4 : 2, PANEL = 64 };
 
-typedef struct { const float *matrix, *bias; int64_t in, out; } Linear;      // matrix [in, out]; no bias: NULL
+// A matrix of floats is [in, out], one of bytes [out / PANEL, in / 4, PANEL, 4], with zeros where there are no more.
+// Only these have a scale, and 128 times their sum, for every output, up to a whole panel. No bias: NULL.
+typedef struct { const void *matrix; const float *bias, *scales; const int32_t *sums; int64_t in, out; } Linear;
 typedef struct { const float *scale, *shift; float factor, least; int64_t centred; } Norm;  // no norm: scale is NULL
 typedef struct { Linear qkv, out, up, down; Norm before_attention, after_attention, before_mlp, after_mlp; } Layer;
 typedef struct { float *keys, *values; int64_t places; } Room;               // [texts, heads, places, size] each
@@ -59,10 +64,14 @@ typedef struct {
     const Rule *rule; int64_t step, last, *hits, *index; float *update, *final; int64_t *loop_steps;
 } Work;
 
+static void add(float *x, const float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] += y[i];
+}
+
 static inline __attribute__((always_inline)) void
 tile(const float *x, const Linear *linear, int64_t column, float *y, const int rows, const int wide) {
     vec sums[TALL][WIDE];
-    const float *w = linear->matrix + column;
+    const float *w = (const float *)linear->matrix + column;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < wide; c++)
             sums[r][c] = linear->bias ? *(const vec *)(linear->bias + column + c * LANES) : (vec){0};
@@ -75,27 +84,117 @@ tile(const float *x, const Linear *linear, int64_t column, float *y, const int r
         for (int c = 0; c < wide; c++) *(vec *)(y + r * linear->out + column + c * LANES) = sums[r][c];
 }
 
-static void multiply(const float *x, const Linear *linear, float *y, int64_t rows) {
-    const int64_t in = linear->in, out = linear->out;
-    for (int64_t r = 0; r < rows; r += TALL, x += TALL * in, y += TALL * out) {
-        int64_t c = 0;
-        for (; c + WIDE * LANES <= out; c += WIDE * LANES)
-            switch (rows - r) {
-                case 1: tile(x, linear, c, y, 1, WIDE); break;
-                case 2: tile(x, linear, c, y, 2, WIDE); break;
-                case 3: tile(x, linear, c, y, 3, WIDE); break;
-                default: tile(x, linear, c, y, 4, WIDE);
-            }
-        for (int64_t row = 0; row < TALL && r + row < rows; row++) {  // what is left of the columns
-            int64_t rest = c;
-            for (; rest + LANES <= out; rest += LANES) tile(x + row * in, linear, rest, y + row * out, 1, 1);
-            for (; rest < out; rest++) {
-                float sum = linear->bias ? linear->bias[rest] : 0;
-                for (int64_t i = 0; i < in; i++) sum += x[row * in + i] * linear->matrix[i * out + rest];
-                y[row * out + rest] = sum;
-            }
+static void multiply_floats(const float *x, const Linear *linear, float *y, int64_t rows) {
+    int64_t c = 0;
+    for (; c + WIDE * LANES <= linear->out; c += WIDE * LANES)
+        switch (rows) {
+            case 1: tile(x, linear, c, y, 1, WIDE); break;
+            case 2: tile(x, linear, c, y, 2, WIDE); break;
+            case 3: tile(x, linear, c, y, 3, WIDE); break;
+            default: tile(x, linear, c, y, 4, WIDE);
+        }
+    for (int64_t r = 0; r < rows; r++, x += linear->in, y += linear->out) {  // what is left of the columns
+        int64_t rest = c;
+        for (; rest + LANES <= linear->out; rest += LANES) tile(x, linear, rest, y, 1, 1);
+        for (; rest < linear->out; rest++) {
+            float sum = linear->bias ? linear->bias[rest] : 0;
+            const float *w = (const float *)linear->matrix + rest;
+            for (int64_t i = 0; i < linear->in; i++) sum += x[i] * w[i * linear->out];
+            y[rest] = sum;
         }
     }
+}
+
+// Adds products of four neighbours each, of bytes without a sign and with one. Two products of 7 and 8 bits fit in 16.
+static inline ints add_products(ints sums, ints x, ints w) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+#elif defined(__AVX512BW__)
+    return sums + (ints)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)x, (__m512i)w), _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    return sums + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)x, (__m256i)w), _mm256_set1_epi16(1));
+#else
+    for (int i = 0; i < BYTES; i++) sums[i / 4] += ((const uint8_t *)&x)[i] * ((const int8_t *)&w)[i];
+    return sums;
+#endif
+}
+
+static inline __attribute__((always_inline)) void
+tile_of_bytes(const uint8_t *x, const float *scales, const Linear *linear, int64_t column, float *y, const int rows) {
+    const int64_t quads = (linear->in + 3) / 4;
+    const int8_t *w = (const int8_t *)linear->matrix + column / PANEL * quads * PANEL * 4 + column % PANEL * 4;
+    ints sums[TALL][WIDE] = {};
+    for (int64_t q = 0; q < quads; q++, w += PANEL * 4)
+        for (int c = 0; c < WIDE; c++) {
+            ints weights = *(const ints *)(w + c * BYTES);
+            for (int r = 0; r < rows; r++) {
+                int32_t quad;
+                memcpy(&quad, x + (r * quads + q) * 4, 4);
+                sums[r][c] = add_products(sums[r][c], (ints){} + quad, weights);
+            }
+        }
+    for (int c = 0; c < WIDE; c++, column += LANES)
+        for (int r = 0; r < rows; r++) {
+            vec sum = __builtin_convertvector(sums[r][c] - *(const ints *)(linear->sums + column), vec);
+            sum *= scales[r] * *(const vec *)(linear->scales + column);
+            int64_t rest = linear->out - column;  // of a panel that is not full
+            if (rest > 0) memcpy(y + r * linear->out + column, &sum, (rest < LANES ? rest : LANES) * sizeof(float));
+        }
+}
+
+// The other factor, one row.
+static float to_bytes(const float *x, int64_t in, uint8_t *bytes) {
+    float largest = 1e-30f;
+    for (int64_t i = 0; i < in; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    float factor = 127 / largest;
+    for (int64_t i = 0; i < in; i++) bytes[i] = (int32_t)rintf(x[i] * factor) + 128;
+    return largest / 127;
+}
+
+// Of any number of rows, for which there are `bytes` [rows, in], rounded up to 4, and `scales` [rows].
+static void multiply_bytes(const float *x, const Linear *linear, float *y, int64_t rows, int64_t threads,
+                           uint8_t *bytes, float *scales) {
+    const int64_t in = linear->in, out = linear->out, row = (in + 3) / 4 * 4;
+    const int64_t tiles = (out + WIDE * LANES - 1) / (WIDE * LANES);
+    auto outputs = [&](int64_t tile) {  // of all rows, so that their part of the matrix stays near
+        for (int64_t r = 0; r < rows; r += TALL) {
+            const uint8_t *x = bytes + r * row;
+            switch (rows - r) {
+                case 1: tile_of_bytes(x, scales + r, linear, tile * WIDE * LANES, y + r * out, 1); break;
+                case 2: tile_of_bytes(x, scales + r, linear, tile * WIDE * LANES, y + r * out, 2); break;
+                case 3: tile_of_bytes(x, scales + r, linear, tile * WIDE * LANES, y + r * out, 3); break;
+                default: tile_of_bytes(x, scales + r, linear, tile * WIDE * LANES, y + r * out, 4);
+            }
+        }
+    };
+    if (threads > 1) {
+        #pragma omp parallel num_threads(threads)
+        {
+            #pragma omp for
+            for (int64_t r = 0; r < rows; r++) scales[r] = to_bytes(x + r * in, in, bytes + r * row);
+            #pragma omp for
+            for (int64_t tile = 0; tile < tiles; tile++) outputs(tile);
+        }
+    } else {
+        for (int64_t r = 0; r < rows; r++) scales[r] = to_bytes(x + r * in, in, bytes + r * row);
+        for (int64_t tile = 0; tile < tiles; tile++) outputs(tile);
+    }
+    if (linear->bias)
+        for (int64_t r = 0; r < rows; r++, y += out) add(y, linear->bias, out);
+}
+
+// Of at most TALL rows. Threads share the outputs, unless they share rows already: one within the other would be slow.
+static void multiply(const float *x, const Linear *linear, float *y, int64_t rows, int64_t threads) {
+    float scales[TALL];
+    if (linear->scales)
+        multiply_bytes(x, linear, y, rows, threads, (uint8_t *)__builtin_alloca(TALL * (linear->in + 4)), scales);
+    else
+        multiply_floats(x, linear, y, rows);
+}
+
+extern "C" void
+product(const float *x, const Linear *linear, float *y, int64_t rows, int64_t threads, uint8_t *bytes, float *scales) {
+    multiply_bytes(x, linear, y, rows, threads, bytes, scales);
 }
 
 static void normalise(const float *x, const Norm *norm, float *y, int64_t rows, int64_t width) {
@@ -169,19 +268,25 @@ static void activate(float *x, int64_t n, int64_t kind) {
     if (kind == 3) for (int64_t i = 0; i < n; i++) x[i] = fmaxf(x[i], 0);                                 // relu
 }
 
-static void add(float *x, const float *y, int64_t n) {
-    for (int64_t i = 0; i < n; i++) x[i] += y[i];
-}
-
 static inline int64_t first_row(const Work *work, int64_t row) { return work->index ? work->index[row] : row; }
 
 // What a block of rows is computed in: queries, keys and values stay in `wide` until others have seen them.
 typedef struct { float *normed, *wide, *shares; } Scratch;
 
-static void show(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, Scratch scratch) {
+static inline int64_t inner_width(const Layer *layer) {
+    return layer->up.out > 3 * layer->qkv.in ? layer->up.out : 3 * layer->qkv.in;
+}
+
+static inline Scratch scratch_of(const Layer *layer, float *room) {
+    float *wide = room + TALL * layer->qkv.in;
+    return {room, wide, wide + TALL * inner_width(layer) + LANES};
+}
+
+static void show(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, int64_t threads,
+                 Scratch scratch) {
     int64_t heads = work->heads, width = layer->qkv.in, size = width / heads;
     normalise(work->state + from * width, &layer->before_attention, scratch.normed, rows, width);
-    multiply(scratch.normed, &layer->qkv, scratch.wide, rows);
+    multiply(scratch.normed, &layer->qkv, scratch.wide, rows, threads);
     for (int64_t r = 0; r < rows; r++) {
         int64_t row = first_row(work, from + r), place = work->place[row];
         if (place < 0) continue;
@@ -194,7 +299,8 @@ static void show(const Work *work, const Layer *layer, const Room *room, int64_t
     }
 }
 
-static void look(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, Scratch scratch) {
+static void look(const Work *work, const Layer *layer, const Room *room, int64_t from, int64_t rows, int64_t threads,
+                 Scratch scratch) {
     int64_t heads = work->heads, width = layer->qkv.in, size = width / heads;
     float *state = work->state + from * width, *normed = scratch.normed, *wide = scratch.wide;
     for (int64_t r = 0; r < rows; r++) {
@@ -211,13 +317,13 @@ static void look(const Work *work, const Layer *layer, const Room *room, int64_t
             }
         }
     }
-    multiply(normed, &layer->out, wide, rows);
+    multiply(normed, &layer->out, wide, rows, threads);
     add(state, wide, rows * width);
     normalise(state, &layer->after_attention, state, rows, width);
     normalise(state, &layer->before_mlp, normed, rows, width);
-    multiply(normed, &layer->up, wide, rows);
+    multiply(normed, &layer->up, wide, rows, threads);
     activate(wide, rows * layer->up.out, work->activation);
-    multiply(wide, &layer->down, normed, rows);
+    multiply(wide, &layer->down, normed, rows, threads);
     add(state, normed, rows * width);
     normalise(state, &layer->after_mlp, state, rows, width);
 }
@@ -259,37 +365,46 @@ static void let_go(Work *work, const float *before, int64_t width) {
     work->rows = staying;
 }
 
-// A step, in place. Fails where there is no memory. Threads take blocks of rows in turn, the same ones for every layer,
-// and wait for each other where rows of a text are to see each other.
+// Threads, if there are several here, take blocks of rows in turn, the same ones for every layer, and wait for each
+// other where rows of a text are to see each other.
+static void run_layers(const Work *work, const Room *rooms, const float *before, float *scratches, int64_t for_block,
+                       int64_t threads) {
+    const Layer *layers = work->layers;
+    const int64_t rows = work->rows, width = layers->qkv.in, blocks = (rows + TALL - 1) / TALL;
+    if (work->entry) {
+        #pragma omp for schedule(static, 1) nowait
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t from = b * TALL, end = from + TALL < rows ? from + TALL : rows;
+            multiply(before + from * width, work->entry, work->state + from * width, end - from, threads);
+            for (int64_t r = from; r < end; r++)
+                add(work->state + r * width, work->input + first_row(work, r) * width, width);
+        }
+    }
+    for (int64_t i = 0; i < work->count; i++)
+        for (int looks = 0; looks < 2; looks++) {
+            #pragma omp for schedule(static, 1)
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t from = b * TALL, count = rows - from < TALL ? rows - from : TALL;
+                const Scratch scratch = scratch_of(layers + i, scratches + b * for_block);
+                (looks ? look : show)(work, layers + i, rooms + i, from, count, threads, scratch);
+            }
+        }
+}
+
+// A step, in place. Fails where there is no memory.
 extern "C" int64_t take_step(Work *work, const Room *rooms) {
     const Layer *layers = work->layers;
     const int64_t rows = work->rows, width = layers->qkv.in, blocks = (rows + TALL - 1) / TALL;
-    const int64_t inner = layers->up.out > 3 * width ? layers->up.out : 3 * width;
-    const int64_t for_block = TALL * (width + inner) + rooms->places + 2 * LANES;
+    const int64_t for_block = TALL * (width + inner_width(layers)) + rooms->places + 2 * LANES;
     float *before = (float *)malloc((rows * width + blocks * for_block) * sizeof(float));
     if (!before) return -1;
+    float *scratches = before + rows * width;
     if (work->entry) memcpy(before, work->state, rows * width * sizeof(float));
-    #pragma omp parallel num_threads(work->threads) if (blocks > 1)
-    {
-        if (work->entry) {
-            #pragma omp for schedule(static, 1) nowait
-            for (int64_t b = 0; b < blocks; b++) {
-                const int64_t from = b * TALL, end = from + TALL < rows ? from + TALL : rows;
-                multiply(before + from * width, work->entry, work->state + from * width, end - from);
-                for (int64_t r = from; r < end; r++)
-                    add(work->state + r * width, work->input + first_row(work, r) * width, width);
-            }
-        }
-        for (int64_t i = 0; i < work->count; i++)
-            for (int looks = 0; looks < 2; looks++) {
-                #pragma omp for schedule(static, 1)
-                for (int64_t b = 0; b < blocks; b++) {
-                    const int64_t from = b * TALL, count = rows - from < TALL ? rows - from : TALL;
-                    float *normed = before + rows * width + b * for_block, *wide = normed + TALL * width;
-                    const Scratch scratch = {normed, wide, wide + TALL * inner + LANES};
-                    (looks ? look : show)(work, layers + i, rooms + i, from, count, scratch);
-                }
-            }
+    if (blocks > 1) {
+        #pragma omp parallel num_threads(work->threads)
+        run_layers(work, rooms, before, scratches, for_block, 1);
+    } else {
+        run_layers(work, rooms, before, scratches, for_block, work->threads);
     }
     if (work->rule) let_go(work, before, width);
     free(before);
@@ -308,7 +423,8 @@ RELATIVE_TO = {"none": 0, "state": 1, "step": 2}
 
 class Linear(ctypes.Structure):
     _fields_ = [
-        ("matrix", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("in_", ctypes.c_int64), ("out", ctypes.c_int64)
+        *((name, ctypes.c_void_p) for name in ("matrix", "bias", "scales", "sums")),
+        ("in_", ctypes.c_int64), ("out", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -362,8 +478,8 @@ def compiled_library() -> Any:
 def why_not(base: Any) -> str:
     """What about the layers of a model, whose weights have been given up, is not known here; or nothing."""
     modules = [*base.layers.modules(), *base.loop_inputs.modules()]
-    if any(isinstance(module, PackedLinear) for module in modules):
-        return "the model is so large that its matrices are packed"
+    if any(isinstance(module, PackedLinear) and not isinstance(module, CompiledLinear) for module in modules):
+        return "the model is so large that its matrices are packed (in int8, they would not be)"
     if any(type(module) in (nn.Linear, nn.RMSNorm) for module in modules):
         return "layers have hooks"
     if base.config.hidden_act not in ACTIVATIONS:
@@ -371,6 +487,31 @@ def why_not(base: Any) -> str:
     if base.config.loop_noise > 0 or base.config._attn_implementation != "sdpa":
         return "that is for models with `sdpa` attention and without `loop_noise`"
     return ""
+
+
+class CompiledLinear(PackedLinear):
+    """As `PackedLinearInt8`, for layers that are compiled."""
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        scales, (rows, columns) = scales_of(weight, levels=63), weight.shape
+        whole = nn.functional.pad((weight / scales).round_().to(torch.int8), (0, -columns % 4, 0, -rows % PANEL))
+        panels = whole.view(len(whole) // PANEL, PANEL, -1, 4).transpose(1, 2).contiguous()
+        return panels, nn.functional.pad(scales[:, 0], (0, -rows % PANEL)), 128 * whole.sum(1, dtype=torch.int32)
+
+    @property
+    def known_as(self) -> Linear:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        pointers = (tensor.data_ptr() for tensor in self._packed[1:])
+        return Linear(self._packed[0].data_ptr(), bias, *pointers, self.in_features, self.out_features)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float().contiguous()
+        product, rows = x.new_empty(*x.shape[:-1], self.out_features), x.numel() // self.in_features
+        scratch = x.new_empty(rows, -(-self.in_features // 4) * 4, dtype=torch.uint8), x.new_empty(rows)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, product, *scratch)]
+        numbers = ctypes.c_int64(rows), ctypes.c_int64(torch.get_num_threads())
+        compiled_library().product(pointers[0], ctypes.byref(self.known_as), pointers[1], *numbers, *pointers[2:])
+        return product
 
 
 class Rows:
@@ -396,6 +537,8 @@ class CompiledLayers:
         self.activation = ACTIVATIONS[base.config.hidden_act]
         self.layers = (Layer * len(base.layers))(*map(_layer, base.layers))
         self.entries = [_linear(entry.state_proj) for entry in base.loop_inputs]
+        in_int8 = any(isinstance(module, CompiledLinear) for module in base.layers.modules())
+        self.most_work = MOST_WORK_IN_INT8 if in_int8 else MOST_WORK
         self.take_step = compiled_library().take_step
         self.take_step.restype = ctypes.c_int64
 
@@ -455,7 +598,7 @@ class CompiledPass:
         self.like = chunk.new_empty(self.batch, layers.heads, 0, self.width // layers.heads)
 
     def takes(self, state: torch.Tensor) -> bool:
-        return state.numel() * self.width <= MOST_WORK
+        return state.numel() * self.width <= self.layers.most_work
 
     def run_layers(self, layers: list[int], state: torch.Tensor) -> torch.Tensor:
         """A stage of layers that are applied once."""
@@ -517,6 +660,9 @@ class CompiledPass:
         return Rows(rows // self.length, rows % self.length + self.start)
 
 
+LAYOUTS = PRECISIONS | {"int8": CompiledLinear}
+
+
 def rule_of(policy: Policy) -> Rule | None:
     """A policy as it is known here, if it is."""
     if type(policy) not in (StepNormExit, AccelerationExit):
@@ -527,9 +673,11 @@ def rule_of(policy: Policy) -> Rule | None:
     )
 
 
-def _linear(linear: KeptLinear) -> Linear:
+def _linear(linear: "KeptLinear | CompiledLinear") -> Linear:
+    if isinstance(linear, CompiledLinear):
+        return linear.known_as
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return Linear(linear._kept.data_ptr(), bias, linear.in_features, linear.out_features)
+    return Linear(linear._kept.data_ptr(), bias, None, None, linear.in_features, linear.out_features)
 
 
 def _norm(norm: nn.Module) -> Norm:

@@ -191,7 +191,11 @@ class LeanRMSNorm(Unhooked, nn.RMSNorm):
 
 @torch.no_grad()
 def replace_layers(
-    model: nn.Module, precision: str, least_size: int | None = None, keep: Callable[[str], bool] = lambda name: False
+    model: nn.Module,
+    precision: str,
+    least_size: int | None = None,
+    keep: Callable[[str], bool] = lambda name: False,
+    layouts: dict[str, type[PackedLinear]] = PRECISIONS,
 ) -> None:
     """Puts packed matrices and lean norms in the place of those that get faster by it, one at a time, so that no more
     than one weight is held twice. What shares its weight with another module, or has hooks, stays as it is; but a head
@@ -200,7 +204,7 @@ def replace_layers(
 
     To see what less precision does to a small model, `least_size` takes smaller matrices too; `keep` leaves some out.
     """
-    packed = PRECISIONS[precision]
+    packed = layouts[precision]
     uses: dict[int, list[str]] = {}  # by identity, and names alone below: a reference would keep a weight alive
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -37,7 +37,7 @@ from transformers.utils.generic import TransformersKwargs, merge_with_config_def
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .active_tokens import ActiveTokens, LoopState
-from .compiled_layers import MOST_SIZE, CompiledLayers, CompiledPass, compiled_library, why_not
+from .compiled_layers import LAYOUTS, MOST_SIZE, CompiledLayers, CompiledPass, compiled_library, why_not
 from .configuration_recurrent_gpt2 import RecurrentGPT2Config
 from .exit_policies import LoopView, Policy, check_exits, resolve_exit_policy
 from .fast_layers import LOAD_AGAIN, PRECISIONS, give_up_weights, look_up_faster, replace_layers
@@ -357,7 +357,9 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
             raise ValueError("the model has adapters: merge and unload them (`merge_and_unload()`) to optimise it.")
         if compile:
             compiled_library()  # fails before anything is given up
-        replace_layers(self, weights, MOST_SIZE + 1 if compile and weights == "float32" else None)
+            replace_layers(self, weights, MOST_SIZE + 1 if weights == "float32" else None, layouts=LAYOUTS)
+        else:
+            replace_layers(self, weights)
         give_up_weights(self)
         self.requires_grad_(False)
         look_up_faster(self)

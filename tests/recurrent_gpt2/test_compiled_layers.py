@@ -1,12 +1,13 @@
 """`optimize_for_inference(compile=True)`: layers in C++ give what stock layers give, whatever the loops and rows."""
 
 import copy
+import platform
 
 import peft
 import pytest
 import torch
 
-from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM, compiled_layers
+from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM, compiled_layers, fast_layers
 from tests.helpers import random_ids, tiny_model
 
 SETTINGS = {"num_hidden_layers": 4, "loop_groups": [[1, 2]], "max_position_embeddings": 160}
@@ -15,7 +16,9 @@ GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_t
 LIKE_GPT2 = {"norm": "layer_norm", "output_norms": False, "use_bias": True}
 
 
-def pair(std: float = 0.3, **settings) -> tuple[RecurrentGPT2ForCausalLM, RecurrentGPT2ForCausalLM]:
+def pair(
+    std: float = 0.3, optimize: dict | None = None, **settings
+) -> tuple[RecurrentGPT2ForCausalLM, RecurrentGPT2ForCausalLM]:
     """A model, and the same compiled. What biases and norms have is random too."""
     models = []
     for _ in range(2):
@@ -25,7 +28,7 @@ def pair(std: float = 0.3, **settings) -> tuple[RecurrentGPT2ForCausalLM, Recurr
             if parameter.ndim == 1:
                 parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         models.append(model)
-    return models[0], models[1].optimize_for_inference(compile=True)
+    return models[0], models[1].optimize_for_inference(**(optimize or {"compile": True}))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,8 @@ def test_decoding_is_one_pass(models, loops, inference_mode, calls):
 def test_rules_fire_when_they_should(models, policy, most_rows, calls, monkeypatch):
     """In batches and prompts too, of which some tokens leave before others: where they are many, compiled code goes on
     with the last of them."""
-    monkeypatch.setattr(compiled_layers, "MOST_WORK", most_rows * models[0].config.hidden_size ** 2)
+    width = models[0].config.hidden_size
+    monkeypatch.setattr(models[1].model.compiled_layers, "most_work", most_rows * width**2)
     ids = random_ids(2, 26)
     steps = models[0](ids, exit_policy=policy, num_loops=9).loop_steps
     assert len(steps.unique()) > 1, steps.unique()
@@ -197,6 +201,55 @@ def test_trajectories_are_the_same(models):
         for model in models
     ]
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def all_in_int8(monkeypatch) -> None:
+    """However small matrices are."""
+    monkeypatch.setattr(fast_layers, "LEAST_SIZE", 0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {**LIKE_GPT2, "hidden_act": "gelu_new"}, {"hidden_size": 36, "vocab_size": 70}]
+)
+@torch.no_grad()
+def test_int8_is_what_it_is_without_compiling(settings, all_in_int8, calls):
+    """But for numbers that are rounded the other way; in one pass, in several, and token by token."""
+    eager, compiled = (
+        pair(**settings, optimize={"weights": "int8", "compile": compile})[1] for compile in (False, True)
+    )
+    assert isinstance(compiled.lm_head, compiled_layers.CompiledLinear)
+    ids = random_ids(2, 30)
+    for loops in ({}, {"num_loops": 9}):
+        expected = eager(ids, **loops).logits
+        for chunks in ([30], [17], [6, 9]):
+            cache, sizes = LoopCache(compiled.config), chunks + [1] * (30 - sum(chunks))
+            logits = [compiled(c, past_key_values=cache, use_cache=True, **loops).logits for c in ids.split(sizes, 1)]
+            assert (torch.cat(logits, 1) - expected).abs().mean() < 0.05 * expected.std()
+    assert {60, 34, 12, 2} <= set(calls)
+    generated = compiled.generate(ids, exit_policy=POLICY, **GREEDY)
+    scored = compiled(generated[:, :-1], exit_policy=POLICY).logits[:, 29:]
+    assert (scored.argmax(-1) == generated[:, 30:]).float().mean() > 0.9
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are processors of one kind")
+@pytest.mark.parametrize("without", ["", "avx512vnni", "avx512f", "avx2", "avx"])
+@torch.no_grad()
+def test_every_processor_computes_the_same(without, all_in_int8, monkeypatch):
+    """Bytes to the last bit, but for how they are scaled."""
+    linear, x = torch.nn.Linear(70, 75), torch.randn(7, 70, generator=torch.Generator().manual_seed(0))
+    flags = [
+        f"-mno-{name}" for name in (["avx512f", without] if without.endswith(("avx2", "avx")) else [without]) if name
+    ]
+    monkeypatch.setattr(compiled_layers, "FLAGS", [*compiled_layers.FLAGS, *flags])
+    compiled_layers.compiled_library.cache_clear()
+    try:
+        for rows in range(8):
+            expected = fast_layers.PackedLinearInt8(linear)(x[:rows]) if rows else torch.zeros(0, 75)
+            torch.testing.assert_close(compiled_layers.CompiledLinear(linear)(x[:rows]), expected, atol=2e-2, rtol=0)
+        assert_same(*pair(), random_ids(1, 30), [12], exit_policy=POLICY)
+    finally:
+        compiled_layers.compiled_library.cache_clear()
 
 
 @torch.no_grad()
