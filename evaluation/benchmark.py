@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,8 +161,8 @@ def looped() -> RecurrentGPT2ForCausalLM:
 
 
 @cache
-def looped_in(precision: str) -> RecurrentGPT2ForCausalLM:
-    return copy.deepcopy(naive()).optimize_for_inference(weights=precision)
+def looped_in(precision: str, compile: bool = False) -> RecurrentGPT2ForCausalLM:
+    return copy.deepcopy(naive()).optimize_for_inference(weights=precision, compile=compile)
 
 
 @cache
@@ -371,6 +372,16 @@ def precisions(seconds: float) -> Iterator[Ratio]:
         yield compare_times((f"decode, {precision}", decoder(looped_in(precision), 1, 64)), fp32, seconds, reach)
     what = ("decode, int8", decoder(looped_in("int8"), 1, 64))
     yield compare_times(what, ("GPT-2, 56 layers, in int8 too", decoder(gpt2_in_int8(), 1, 64)), seconds, 0.75)
+    compiled, peer = looped_in("int8", compile=True), RecurrentGPT2ForCausalLM.from_gpt2(gpt2(), loop_groups=[])
+    peer.optimize_for_inference(weights="int8", compile=True)
+    what = ("decode, int8, compiled", decoder(compiled, 1, 64))
+    yield compare_times(what, fp32, seconds, 0.5)
+    yield compare_times(what, ("int8", decoder(looped_in("int8"), 1, 64)), seconds)
+    against = ("GPT-2, 56 layers, in int8, compiled in the same way", decoder(peer, 1, 64))
+    yield compare_times(what, against, seconds, 0.75)
+    ids = token_ids(1, 64)
+    what = ("prefill, 64 tokens, int8, compiled", prefiller(compiled, ids))
+    yield compare_times(what, ("int8", prefiller(looped_in("int8"), ids)), seconds)
     ids = token_ids(1, 512)
     what = ("prefill, 512 tokens, int8", prefiller(looped_in("int8"), ids))
     yield compare_times(what, ("float32", prefiller(looped(), ids)), seconds)
@@ -756,7 +767,7 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak starts anew
 if hasattr(model, "optimize_for_inference"):
     before = memory()["VmRSS"]
-    model.optimize_for_inference(weights={precision!r})
+    model.optimize_for_inference(**{arguments})
     gc.collect()
     after = memory()
     peak, held = (1 + (after[name] - before) / weights for name in ("VmHWM", "VmRSS"))
@@ -787,8 +798,9 @@ class Memory:
     call_held: float = 0.0  # after it
 
 
-def in_fresh_process(module: str, folder: Path, precision: str = "float32") -> dict[str, float]:
-    code = FRESH.format(module=module, folder=str(folder), precision=precision)
+def in_fresh_process(module: str, folder: Path, **arguments: Any) -> dict[str, float]:
+    """`arguments`: of `optimize_for_inference`."""
+    code = FRESH.format(module=module, folder=str(folder), arguments=arguments)
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -808,8 +820,10 @@ def loading(rounds: int, folders: dict[str, Path]) -> tuple[list[Ratio], list[Me
         for name, pairs in times.items():
             pairs.append((ours[name], theirs[name]))
     ratios = [ratio_of(name, peer, np.array(pairs), 1.1) for name, pairs in times.items()]
-    for precision in ("bfloat16", "int8"):
-        found[f"{strategies[0]}, {precision}"] = [in_fresh_process(OURS, folders[strategies[0]], precision)]
+    for name in ("bfloat16", "int8", "int8, compiled"):
+        precision, *compiled = name.split(", ")
+        arguments = {"weights": precision, "compile": bool(compiled)}
+        found[f"{strategies[0]}, {name}"] = [in_fresh_process(OURS, folders[strategies[0]], **arguments)]
     memory = [
         Memory(name, int(runs[0]["cache_bytes"]),
                *(float(np.median([run[key] for run in runs])) for key in ("peak_mib", "call_peak", "call_held")))

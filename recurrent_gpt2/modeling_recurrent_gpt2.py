@@ -338,8 +338,8 @@ class RecurrentGPT2PreTrainedModel(PreTrainedModel):
                 "bfloat16" or "int8" (faster and smaller; calibrate exits again). A large head that shares its weight
                 with the embedding stays as it is in float32; in less, both are kept in that precision.
             compile: Compile layers too, in a second, which takes a C++ compiler (see `compiled_layers.py`). For
-                small models, whose time goes by between operations; one with larger matrices than `MOST_SIZE`, which
-                are packed, stays as it is.
+                small models, whose time goes by between operations, and for models of any size in int8. Others with
+                matrices larger than `MOST_SIZE`, which are packed, stay as they are.
         """
         if weights not in PRECISIONS:
             raise ValueError(f"`weights` is {weights!r}, but must be one of {', '.join(PRECISIONS)}.")

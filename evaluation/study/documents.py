@@ -53,7 +53,7 @@ def read(name: str) -> Any:
 
 # What a user cares about most, one row each: patterns of "measured / against".
 SHORT = (
-    r"decode, batch 1, context 64 / GPT-2", r"first token", r"decode, int8 / float32", r"decode, int8 / GPT-2",
+    r"decode, batch 1, context 64 / GPT-2", r"first token", r"decode, int8, compiled / (float32|GPT-2)",
     r"decode, d = \d+, compiled / GPT-2", r"generation, compiled, drafts of 2 loops, verified as they are made",
     r"prefill, 512 tokens, exits .* / all tokens",
 )  # fmt: skip
