@@ -175,7 +175,10 @@ class RecurrentGPT2Attention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, loop_step=loop_step, active=active)
 
-        output, weights = (attend or attention_kernel(self.config))(
+        if attend is None:  # vLLM reads in this source that the kernel is looked up, and where it is called
+            name = self.config._attn_implementation
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        output, weights = attend(
             self,
             query,
             key,
@@ -187,7 +190,7 @@ class RecurrentGPT2Attention(nn.Module):
         )  # output: [batch, queries, heads, head_dim]
         if active is not None:
             output = active.unpad(output)
-        return self.o_proj(output.flatten(2)), weights
+        return self.o_proj(output.reshape(*qkv.shape[:2], qkv.shape[2] // 3)), weights  # vLLM gives [queries, hidden]
 
 
 class PackedQKVParallel(PackedColwiseParallel):
