@@ -203,6 +203,7 @@ def replace_layers(
     is kept in the same. Where it is large, both keep the weight.
 
     To see what less precision does to a small model, `least_size` takes smaller matrices too; `keep` leaves some out.
+    `layouts`: how matrices are packed, by precision.
     """
     packed = layouts[precision]
     uses: dict[int, list[str]] = {}  # by identity, and names alone below: a reference would keep a weight alive

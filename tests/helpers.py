@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers.generation import BaseStreamer
 
 from recurrent_gpt2 import RecurrentGPT2Config, RecurrentGPT2ForCausalLM
 
@@ -50,6 +51,19 @@ def tiny_model(
 
 def random_ids(batch: int, length: int, seed: int = 0, vocab_size: int = 61) -> torch.Tensor:
     return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Collect(BaseStreamer):
+    """The tokens that were streamed, and where the stream ended."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
 
 
 HIDE_PACKAGE = """

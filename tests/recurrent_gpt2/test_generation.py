@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 from transformers import GenerationConfig, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from recurrent_gpt2 import (
     AccelerationExit,
@@ -13,7 +12,7 @@ from recurrent_gpt2 import (
     StepNormExit,
     generation_recurrent_gpt2,
 )
-from tests.helpers import random_ids, run_fresh, tiny_model
+from tests.helpers import Collect, random_ids, run_fresh, tiny_model
 
 POLICY = StepNormExit(2.5)
 POLICIES = [None, POLICY, AccelerationExit(4.0), {"name": "kl", "threshold": 0.05}, [POLICY, None, "acceleration"]]
@@ -161,16 +160,6 @@ def test_padding_behind_the_end_of_a_text_has_no_steps(model):
 
 
 def test_streamers_and_stop_strings(model, tokenizer):
-    class Collect(BaseStreamer):
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.tokens.append("end")
-
     ids, streamer = random_ids(1, 5), Collect()
     output = model.generate(ids, max_new_tokens=6, exit_policy=POLICY, streamer=streamer)
     assert streamer.tokens == [*output[0].tolist(), "end"]

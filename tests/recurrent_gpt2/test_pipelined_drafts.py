@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers.generation import BaseStreamer
 
 from recurrent_gpt2 import LoopCache, RecurrentGPT2ForCausalLM, pipelined_drafts
 from recurrent_gpt2.pipelined_drafts import choose
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import Collect, random_ids, tiny_model
 
 PLACES = {"first": [[0]], "in the middle": [[2, 3]], "last": [[3, 4, 5]]}
 DICT = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "eos_token_id": None}
@@ -99,16 +98,6 @@ def test_processors_and_ends_are_those_of_generate(model, arguments, ticks):
 
 @pytest.mark.parametrize("num_tokens", [None, 3])
 def test_a_text_goes_on_from_a_cache_and_streams(model, num_tokens, ticks):
-    class Collect(BaseStreamer):
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            self.tokens.append("end")
-
     ids, cache, streamer = random_ids(1, 8), LoopCache(model.config), Collect()
     with torch.no_grad():  # of fewer steps: what is deeper is seen through them
         model(ids[:, :5], past_key_values=cache, exit_policy={"name": "step_norm", "threshold": 1e9, "min_loops": 3})
