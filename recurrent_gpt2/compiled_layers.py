@@ -142,13 +142,15 @@ tile_of_bytes(const uint8_t *x, const float *scales, const Linear *linear, int64
         }
 }
 
-// The other factor, one row.
+// The other factor, one row. Its scale is NaN where it holds what bytes can't: NaN or infinity.
 static float to_bytes(const float *x, int64_t in, uint8_t *bytes) {
     float largest = 1e-30f;
+    int32_t beyond = 0;
     for (int64_t i = 0; i < in; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    for (int64_t i = 0; i < in; i++) beyond |= !(fabsf(x[i]) <= FLT_MAX);
     float factor = 127 / largest;
     for (int64_t i = 0; i < in; i++) bytes[i] = (int32_t)rintf(x[i] * factor) + 128;
-    return largest / 127;
+    return beyond ? NAN : largest / 127;
 }
 
 // Of any number of rows, for which there are `bytes` [rows, in], rounded up to 4, and `scales` [rows].
@@ -265,7 +267,7 @@ static void activate(float *x, int64_t n, int64_t kind) {
         *v = *v / (1 + exponential(*v * (*v * *v * 0.044715f + 1) * -1.5957691216f));
     }
     if (kind == 2) for (int64_t i = 0; i < n; i++) x[i] = 0.5f * x[i] * (1 + erff(0.7071067812f * x[i]));  // gelu
-    if (kind == 3) for (int64_t i = 0; i < n; i++) x[i] = fmaxf(x[i], 0);                                 // relu
+    if (kind == 3) for (int64_t i = 0; i < n; i++) x[i] = x[i] < 0 ? 0 : x[i];                            // relu
 }
 
 static inline int64_t first_row(const Work *work, int64_t row) { return work->index ? work->index[row] : row; }

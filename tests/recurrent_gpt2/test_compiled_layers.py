@@ -232,6 +232,22 @@ def test_int8_is_what_it_is_without_compiling(settings, all_in_int8, calls):
     assert (scored.argmax(-1) == generated[:, 30:]).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@torch.no_grad()
+def test_what_is_no_number_stays_none(value, all_in_int8):
+    """In the row that it came from, and in none beside it."""
+    linear, x = compiled_layers.CompiledLinear(torch.nn.Linear(70, 75)), torch.ones(6, 70)
+    x[3, 50] = value
+    assert linear(x).isnan().all(1).tolist() == [row == 3 for row in range(6)]
+    for arguments in ({}, {"weights": "int8"}):
+        for activation in ("silu", "relu"):
+            _, compiled = pair(optimize={"compile": True, **arguments}, hidden_act=activation)
+            embeds = torch.ones(2, 6, compiled.config.hidden_size)
+            embeds[1, 3, 2] = value
+            broken = compiled(inputs_embeds=embeds, use_cache=True).logits.isnan().all(-1)
+            assert broken.tolist() == [[False] * 6, [False] * 3 + [True] * 3]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are processors of one kind")
 @pytest.mark.parametrize("without", ["", "avx512vnni", "avx512f", "avx2", "avx"])
 @torch.no_grad()
